@@ -1,0 +1,53 @@
+"""How an engine runs."""
+
+from dataclasses import dataclass
+
+import pallas_kernels
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Limits and choices of an engine; all of them fix compiled shapes or the size of the pool.
+
+    Attributes:
+      max_seqs: sequences that run at once, the rows of the block table.
+      max_model_len: longest sequence in tokens, prompt and answer together.
+      max_tokens_per_step: tokens one step computes; longer prompts are prefilled in chunks.
+      memory_utilization: fraction of the device's memory for weights, temporaries and pages.
+      implementation: attention implementation, a key of `pallas_kernels.IMPLEMENTATIONS`; None to choose by platform.
+
+    Raises:
+      ValueError: a value is out of range.
+    """
+
+    max_seqs: int = 32
+    max_model_len: int = 2048
+    max_tokens_per_step: int = 512
+    memory_utilization: float = 0.9
+    implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_seqs", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_tokens_per_step < self.max_seqs:
+            raise ValueError(
+                f"max_tokens_per_step must be at least max_seqs = {self.max_seqs} (one token for each sequence), "
+                f"got {self.max_tokens_per_step}"
+            )
+        if not 0 < self.memory_utilization <= 1:
+            raise ValueError(f"memory_utilization must be in (0, 1], got {self.memory_utilization}")
+        if self.implementation is not None and self.implementation not in pallas_kernels.IMPLEMENTATIONS:
+            allowed = ", ".join(pallas_kernels.IMPLEMENTATIONS)
+            raise ValueError(f"implementation must be one of {allowed} or None, got {self.implementation!r}")
+
+    @property
+    def decode_sizes(self) -> tuple[int, ...]:
+        """Lengths of a packed batch in which every sequence has one token."""
+        return (*(size for size in (1, 8) if size < self.max_seqs), self.max_seqs)
+
+    @property
+    def prefill_sizes(self) -> tuple[int, ...]:
+        """Lengths of a packed batch that prefills: powers of two from 16, and max_tokens_per_step."""
+        powers = (1 << n for n in range(4, self.max_tokens_per_step.bit_length()))
+        return (*(size for size in powers if size < self.max_tokens_per_step), self.max_tokens_per_step)

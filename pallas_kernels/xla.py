@@ -1,0 +1,220 @@
+"""The portable implementation: plain XLA operations, on every backend; what a CPU runs.
+
+Work follows the real lengths, not the table's width. Decode walks a flat list of (sequence, group of pages) items in
+chunks, so that a batch of mixed lengths costs the sum of its pages. Prefill walks tiles of queries, each over the
+pages that it can see. Both keep an online softmax, so nothing of size queries x keys exists.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+_FLOOR = -1e30  # below every logit and finite, so that exp(-inf - peak) is 0 and never NaN
+_DECODE_KEYS = 64  # keys of one decode work item
+_DECODE_ITEMS = 32  # decode work items computed at once
+_PREFILL_QUERIES = 64  # queries of one prefill tile
+_PREFILL_KEYS = 256  # keys that a prefill tile looks at in one step
+
+_einsum = partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
+
+
+@partial(jax.jit, static_argnames=("num_kv_heads", "max_query_len", "logit_soft_cap"))
+def paged_attention(
+    q: Array,
+    kv_pages: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    cu_query_lens: Array,
+    row_offset: Array,
+    scale: Array,
+    window: Array,
+    *,
+    num_kv_heads: int,
+    max_query_len: int,
+    logit_soft_cap: float | None,
+) -> tuple[Array, Array]:
+    """See `pallas_kernels.api.paged_attention`; returns (out, lse). Jitted so that the layers share one trace."""
+    num_tokens, num_heads, head_dim = q.shape
+    pool = _Pool(kv_pages, block_tables, row_offset, num_kv_heads, head_dim)
+    grouped = (q.astype(jnp.float32) * scale).reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    query_lens = cu_query_lens[1:] - cu_query_lens[:-1]
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    seq = _owner(cu_query_lens[1:], token)
+    decodes = (token < cu_query_lens[-1]) & (query_lens[seq] == 1)
+    out, lse = _decode(grouped, pool, seq, jnp.where(decodes, seq_lens[seq], 0), window, logit_soft_cap)
+    if max_query_len > 1:
+        prefill_lens = jnp.where((query_lens > 1) & (seq_lens > 0), query_lens, 0)
+        tile = min(_PREFILL_QUERIES, 1 << (max_query_len - 1).bit_length())
+        out, lse = _prefill(
+            out, lse, grouped, pool, cu_query_lens, prefill_lens, seq_lens, window, logit_soft_cap, tile
+        )
+    return out.reshape(q.shape).astype(q.dtype), lse.reshape(num_tokens, num_heads)
+
+
+class _Pool(NamedTuple):
+    kv_pages: Array
+    block_tables: Array
+    row_offset: Array
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def page_size(self) -> int:
+        return self.kv_pages.shape[1]
+
+    @property
+    def pages_per_seq(self) -> int:
+        return self.block_tables.shape[1]
+
+    def read(self, seq: Array, first_page: Array, count: int, length: Array) -> tuple[Array, Array, Array]:
+        """Keys and values of `count` logical pages from `first_page` on, for every entry of `seq`.
+
+        Returns (k, v, position): k and v float32 [*seq, num_kv_heads, count * page_size, head_dim], v zero and k
+        anything from position `length` on; position int32 [*seq, count * page_size].
+        """
+        page = first_page[..., None] + jnp.arange(count, dtype=jnp.int32)
+        page_id = self.block_tables[seq[..., None], jnp.minimum(page, self.pages_per_seq - 1)]
+        row = jnp.where(page * self.page_size < length[..., None], page_id, 0) + self.row_offset
+        position = page[..., None] * self.page_size + jnp.arange(self.page_size, dtype=jnp.int32)
+        position = position.reshape(*seq.shape, count * self.page_size)
+        k, v = self._gather(row, 0), self._gather(row, self.head_dim)
+        return k, jnp.where((position < length[..., None])[..., None, :, None], v, 0.0), position
+
+    def _gather(self, row: Array, first_lane: int) -> Array:
+        """Pages [*n, count] of every KV head: float32 [*n, num_kv_heads, count * page_size, head_dim].
+
+        One gather that starts at the head's lanes, so that heads come out before tokens without a transpose.
+        """
+        *batch, count = row.shape
+        lane = first_lane + 2 * self.head_dim * jnp.arange(self.num_kv_heads, dtype=jnp.int32)
+        start = jnp.stack(jnp.broadcast_arrays(row[..., None, :], lane[:, None]), axis=-1)
+        rank = len(batch) + 2
+        pages = lax.gather(
+            self.kv_pages,
+            start,
+            lax.GatherDimensionNumbers(
+                offset_dims=(rank, rank + 1), collapsed_slice_dims=(0,), start_index_map=(0, 2)
+            ),
+            slice_sizes=(1, self.page_size, self.head_dim),
+            mode="clip",
+        )
+        return pages.reshape(*batch, self.num_kv_heads, count * self.page_size, self.head_dim).astype(jnp.float32)
+
+
+def _decode(
+    q: Array, pool: _Pool, seq: Array, length: Array, window: Array, soft_cap: float | None
+) -> tuple[Array, Array]:
+    """Queries at the end of their sequences: q[num_tokens, num_kv_heads, group, head_dim].
+
+    Token t attends to the first `length[t]` positions of sequence `seq[t]`; length 0 gives zeros.
+    """
+    num_tokens = q.shape[0]
+    pages_per_item = min(max(1, _DECODE_KEYS // pool.page_size), pool.pages_per_seq)
+    chunk = min(_DECODE_ITEMS, num_tokens * _ceil_div(pool.pages_per_seq, pages_per_item))
+    first_page = jnp.maximum(length - window, 0) // pool.page_size
+    items = _ceil_div(_ceil_div(length, pool.page_size) - first_page, pages_per_item)
+    ends = jnp.cumsum(items, dtype=jnp.int32)
+    # Item i of token t covers pages from i * pages_per_item + base on.
+    base = first_page - (ends - items) * pages_per_item
+    described = jnp.stack([seq, length, base], axis=-1)
+
+    def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        acc, peak, total = carry
+        item = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
+        token = _owner(ends, item)
+        item_seq, item_length, item_base = jnp.moveaxis(described[token], -1, 0)
+        item_length = jnp.where(item < ends[-1], item_length, 0)
+        k, v, position = pool.read(item_seq, item * pages_per_item + item_base, pages_per_item, item_length)
+        visible = (position < item_length[:, None]) & (position >= item_length[:, None] - window)
+        logits = _soften(_einsum("wkgd,wksd->wkgs", q[token], k), soft_cap)
+        logits = jnp.where(visible[:, None, None, :], logits, -jnp.inf)
+        new_peak = peak.at[token].max(logits.max(axis=-1))
+        weights = jnp.exp(logits - new_peak[token][..., None])
+        decay = jnp.exp(peak - new_peak)
+        total = (total * decay).at[token].add(weights.sum(axis=-1))
+        acc = (acc * decay[..., None]).at[token].add(_einsum("wkgs,wksd->wkgd", weights, v))
+        return acc, new_peak, total
+
+    start = (jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], _FLOOR), jnp.zeros(q.shape[:-1], jnp.float32))
+    return _finish(*lax.fori_loop(0, _ceil_div(ends[-1], chunk), step, start))
+
+
+def _prefill(
+    out: Array,
+    lse: Array,
+    q: Array,
+    pool: _Pool,
+    cu_query_lens: Array,
+    query_lens: Array,
+    seq_lens: Array,
+    window: Array,
+    soft_cap: float | None,
+    tile: int,
+) -> tuple[Array, Array]:
+    """Fills the rows of the sequences with query_lens > 0 into out and lse; all others stay."""
+    num_tokens, num_kv_heads, group, head_dim = q.shape
+    pages_per_step = min(max(1, _PREFILL_KEYS // pool.page_size), pool.pages_per_seq)
+    tiles = _ceil_div(query_lens, tile)
+    ends = jnp.cumsum(tiles, dtype=jnp.int32)
+    # Row, position and sequence of a tile follow from its number and these three.
+    first_tile = ends - tiles
+    q, out, lse = (jnp.pad(x, [(0, tile)] + [(0, 0)] * (x.ndim - 1)) for x in (q, out, lse))  # the last tile's padding
+
+    def attend_tile(t: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        out, lse = carry
+        seq = _owner(ends, t)
+        skipped = (t - first_tile[seq]) * tile
+        row = cu_query_lens[seq] + skipped
+        position = seq_lens[seq] - query_lens[seq] + skipped + jnp.arange(tile, dtype=jnp.int32)
+        length = jnp.minimum(seq_lens[seq], position[-1] + 1)  # keys that the tile's last query sees
+        first_page = jnp.maximum(position[0] - window + 1, 0) // pool.page_size
+        queries = lax.dynamic_slice_in_dim(q, row, tile)
+
+        def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            acc, peak, total = carry
+            k, v, key = pool.read(seq, first_page + i * pages_per_step, pages_per_step, length)
+            visible = (key < length) & (key <= position[:, None]) & (key > position[:, None] - window)
+            logits = _soften(_einsum("qkgd,ksd->kgqs", queries, k), soft_cap)
+            logits = jnp.where(visible, logits, -jnp.inf)
+            new_peak = jnp.maximum(peak, logits.max(axis=-1))
+            weights = jnp.exp(logits - new_peak[..., None])
+            decay = jnp.exp(peak - new_peak)
+            total = total * decay + weights.sum(axis=-1)
+            acc = acc * decay[..., None] + _einsum("kgqs,ksd->kgqd", weights, v)
+            return acc, new_peak, total
+
+        shape = (num_kv_heads, group, tile)
+        start = (jnp.zeros((*shape, head_dim), jnp.float32), jnp.full(shape, _FLOOR), jnp.zeros(shape, jnp.float32))
+        steps = _ceil_div(_ceil_div(length, pool.page_size) - first_page, pages_per_step)
+        tile_out, tile_lse = _finish(*lax.fori_loop(0, steps, step, start))
+        is_query = (skipped + jnp.arange(tile, dtype=jnp.int32) < query_lens[seq])[:, None, None]
+        tile_out = jnp.where(is_query[..., None], jnp.moveaxis(tile_out, 2, 0), lax.dynamic_slice_in_dim(out, row, tile))
+        tile_lse = jnp.where(is_query, jnp.moveaxis(tile_lse, 2, 0), lax.dynamic_slice_in_dim(lse, row, tile))
+        return (
+            lax.dynamic_update_slice_in_dim(out, tile_out, row, 0),
+            lax.dynamic_update_slice_in_dim(lse, tile_lse, row, 0),
+        )
+
+    out, lse = lax.fori_loop(0, ends[-1], attend_tile, (out, lse))
+    return out[:num_tokens], lse[:num_tokens]
+
+
+def _finish(acc: Array, peak: Array, total: Array) -> tuple[Array, Array]:
+    out = acc / jnp.where(total > 0, total, 1.0)[..., None]
+    return out, jnp.where(total > 0, peak + jnp.log(total), -jnp.inf)
+
+
+def _owner(ends: Array, item: Array) -> Array:
+    """The index of the list that holds each item, when list i ends before item `ends[i]`; the last past the end."""
+    return jnp.minimum((item[..., None] >= ends).sum(axis=-1, dtype=jnp.int32), ends.shape[0] - 1)
+
+
+def _soften(logits: Array, soft_cap: float | None) -> Array:
+    return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
+
+
+def _ceil_div[T: (int, Array)](a: T, b: int) -> T:
+    return -(-a // b)

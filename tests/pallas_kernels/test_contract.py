@@ -1,0 +1,101 @@
+"""The contract of `paged_attention`, against the float64 oracle, for every implementation."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.pallas_kernels.cases import CONTRACT, NO_WINDOW, SEED, Case, assert_contract
+from tests.pallas_kernels.sampling import GEOMETRY, PROFILE, all_pairs, full, pairs_of, pairwise, sample
+
+SAMPLE = sample(num_geometries=10, count=60, seed=SEED)
+
+_LONG = Case(
+    query_lens=(), seq_lens=(), page_size=16, num_heads=2, num_kv_heads=1, pages_per_seq=50, num_pages=90,
+    num_layers=2, layer=1, max_query_len=300,
+)  # fmt: skip
+LONG_CHUNKS = {
+    # 324 queries: several tiles of any sensible size, boundaries on and off a tile's.
+    "whole-prompts": replace(_LONG, query_lens=(257, 1, 64, 2), seq_lens=(257, 1, 64, 2)),
+    "chunks-after-prefix": replace(_LONG, query_lens=(0, 65, 1, 258), seq_lens=(40, 130, 17, 777)),
+    "narrow-window": replace(_LONG, query_lens=(200, 63, 60, 1), seq_lens=(213, 63, 700, 33), sliding_window=17),
+    "page-window": replace(_LONG, query_lens=(128, 129, 66, 1), seq_lens=(128, 129, 515, 513), sliding_window=16),
+    "wide-window": replace(_LONG, query_lens=(300, 24), seq_lens=(777, 400), sliding_window=400, padding_seqs=2),
+    "padding": replace(_LONG, query_lens=(100, 0), seq_lens=(100, 99), padding_rows=224, padding_seqs=2),
+    "overflowing-logits": replace(_LONG, query_lens=(128, 130, 1, 65), seq_lens=(128, 600, 300, 65), sharpness=60.0),
+}
+
+_MANY = Case(query_lens=(), seq_lens=(), page_size=4, num_heads=2, num_kv_heads=1, head_dim=16, pages_per_seq=201)
+MANY_DECODES = {
+    # 90 sequences of up to 200 pages: more work than one launch, step or chunk holds.
+    "ragged": replace(_MANY, query_lens=(1,) * 90, seq_lens=tuple((37 * s * s) % 801 for s in range(90))),
+    "windowed": replace(
+        _MANY, query_lens=(1,) * 90, seq_lens=tuple((53 * s * s) % 801 for s in range(90)), sliding_window=130
+    ),
+    "overflowing-logits": replace(
+        _MANY, query_lens=(1,) * 90, seq_lens=tuple((41 * s * s) % 801 for s in range(90)), sharpness=60.0
+    ),
+}
+_NUM_PAGES = 90 * 201
+
+
+@pytest.mark.parametrize("implementation", CONTRACT)
+@pytest.mark.parametrize("index", range(len(SAMPLE)))
+def test_pairwise_sample(index: int, implementation: str) -> None:
+    assert_contract(SAMPLE[index], implementation)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", CONTRACT)
+def test_full_matrix(implementation: str) -> None:
+    for case in full(SEED):
+        assert_contract(case, implementation)
+
+
+@pytest.mark.parametrize("implementation", CONTRACT)
+@pytest.mark.parametrize("name", LONG_CHUNKS)
+def test_chunks_of_many_tiles(name: str, implementation: str) -> None:
+    assert_contract(LONG_CHUNKS[name], implementation)
+
+
+@pytest.mark.parametrize("implementation", CONTRACT)
+@pytest.mark.parametrize("name", MANY_DECODES)
+def test_decode_of_many_sequences(name: str, implementation: str) -> None:
+    case = MANY_DECODES[name]
+    assert_contract(replace(case, num_pages=_NUM_PAGES, max_query_len=1), implementation)
+
+
+@pytest.mark.parametrize("implementation", CONTRACT)
+def test_one_token_of_one_sequence(implementation: str) -> None:
+    assert_contract(Case(query_lens=(1,), seq_lens=(1,), page_size=1, num_heads=1, num_kv_heads=1), implementation)
+
+
+@pytest.mark.parametrize("implementation", CONTRACT)
+def test_inactive_rows_of_a_decode_step_give_zeros(implementation: str) -> None:
+    """A decode step gives every row of the table one query; inactive rows have length 0 and lie anywhere."""
+    case = Case(query_lens=(1,) * 6, seq_lens=(0, 5, 0, 0, 9, 0), max_query_len=1)
+    assert_contract(case, implementation)
+    assert_contract(replace(case, seq_lens=(7, 0, 0, 1, 0, 4), sliding_window=3), implementation)
+
+
+@pytest.mark.parametrize("implementation", CONTRACT)
+def test_window_of_everything_is_no_window(implementation: str) -> None:
+    """The largest int32 is a legal window: no sum with it may wrap."""
+    case = Case(query_lens=(1, 6), seq_lens=(11, 9), page_size=4)
+    for window in (NO_WINDOW, NO_WINDOW - 1, 2**30, 11):
+        assert_contract(replace(case, sliding_window=window), implementation)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sampler_covers_every_pair_of_profile_values(seed: int) -> None:
+    rng = random.Random(seed)
+    choices = pairwise({**GEOMETRY, **PROFILE}, 60, rng, pairwise(GEOMETRY, 10, rng))
+    covered = set().union(*map(pairs_of, choices))
+    values = {(name, value) for choice in choices for name, value in choice.items()}
+    assert all_pairs(PROFILE) <= covered
+    assert values == {(name, value) for name, options in {**GEOMETRY, **PROFILE}.items() for value in options}
+
+
+def test_geometries_of_the_full_matrix_cover_every_pair() -> None:
+    covered = set().union(*map(pairs_of, pairwise(GEOMETRY, 40, random.Random(SEED))))
+    assert all_pairs(GEOMETRY) <= covered, f"repeat with PAGED_JAX_SEED={SEED}"
