@@ -129,9 +129,7 @@ class Tokenizer:
         tokenizer.add_special_tokens(
             [AddedToken(token, normalized=False, special=True) for token, kind in typed if kind == _CONTROL]
         )
-        tokenizer.add_tokens(
-            [AddedToken(token, normalized=False) for token, kind in typed if kind == _USER_DEFINED]
-        )
+        tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in typed if kind == _USER_DEFINED])
         bos_id, eos_id, eot_id = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _GGUF_IDS)
         return cls(
             tokenizer,
@@ -159,9 +157,7 @@ class Tokenizer:
         """A decoder for tokens that arrive one at a time."""
         return TextStream(self)
 
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
-    ) -> str:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
         """The text of a conversation, as the model was trained to see it.
 
         Args:
@@ -173,9 +169,7 @@ class Tokenizer:
         """
         for index, message in enumerate(messages):
             if not all(isinstance(message.get(key), str) for key in ("role", "content")):
-                raise ValueError(
-                    f"messages[{index}] must have strings for 'role' and 'content', got {dict(message)!r}"
-                )
+                raise ValueError(f"messages[{index}] must have strings for 'role' and 'content', got {dict(message)!r}")
         try:
             return self._compiled_template.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **self._special_tokens
@@ -186,9 +180,7 @@ class Tokenizer:
     @cached_property
     def _compiled_template(self) -> jinja2.Template:
         if self._chat_template is None:
-            raise ValueError(
-                "this model has no chat template (a base model, perhaps); encode the prompt as plain text"
-            )
+            raise ValueError("this model has no chat template (a base model, perhaps); encode the prompt as plain text")
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
         )

@@ -17,12 +17,12 @@ from flax import nnx
 from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int32
-from paged_jax.attention import attend, write_kv
-from paged_jax.batch import Batch
-from paged_jax.layout import KVLayout
 
 from models import rope
 from models.config import TransformerConfig
+from paged_jax.attention import attend, write_kv
+from paged_jax.batch import Batch
+from paged_jax.layout import KVLayout
 
 Params = dict[str, Any]
 Attention = Callable[..., tuple[Array, Any]]
@@ -155,9 +155,7 @@ class FunctionalModel:
         """Float32 logits of the rows given."""
         return self._bind(params).logits(hidden)
 
-    def kv_layout(
-        self, *, num_pages: int, page_size: int = 16, dtype: DTypeLike = jnp.float32
-    ) -> KVLayout:
+    def kv_layout(self, *, num_pages: int, page_size: int = 16, dtype: DTypeLike = jnp.float32) -> KVLayout:
         """The layout of a cache for this model.
 
         Raises:
@@ -188,9 +186,7 @@ def functional(
       unroll_layers: see `Transformer`; None unrolls unless JAX's default backend is a CPU.
     """
     unroll = jax.default_backend() != "cpu" if unroll_layers is None else unroll_layers
-    module = nnx.eval_shape(
-        lambda: Transformer(config, rngs=nnx.Rngs(0), attention=attention, unroll_layers=unroll)
-    )
+    module = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), attention=attention, unroll_layers=unroll))
     return FunctionalModel(config, nnx.split(module)[0])
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from jax import Array
 from jaxtyping import Int32
 
 
+@no_type_check  # jax also builds instances of shapes, host arrays and placeholders
 @partial(jax.tree_util.register_dataclass)
 @dataclass(frozen=True)
 class Batch:

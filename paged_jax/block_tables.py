@@ -104,9 +104,7 @@ def append(
     return _grow(tables, pool, counts, fits, build, page_size=page_size, new_pages_limit=new_pages_limit)
 
 
-def append_decode(
-    tables: BlockTables, pool: PagePool, active: Bool[Array, " max_seqs"], *, page_size: int
-) -> Grown:
+def append_decode(tables: BlockTables, pool: PagePool, active: Bool[Array, " max_seqs"], *, page_size: int) -> Grown:
     """Makes room for one more token of each active sequence; token i of the batch is row i.
 
     Returns:
@@ -118,9 +116,7 @@ def append_decode(
     )
 
 
-def reorder(
-    tables: BlockTables, pool: PagePool, parents: Int32[Array, " max_seqs"]
-) -> tuple[BlockTables, PagePool]:
+def reorder(tables: BlockTables, pool: PagePool, parents: Int32[Array, " max_seqs"]) -> tuple[BlockTables, PagePool]:
     """Row i becomes what row `parents[i]` was, all rows at once; parents may repeat.
 
     Nothing is copied: children share their parent's pages, the partly filled one included, until one of them

@@ -52,9 +52,7 @@ def cpu_pool(layout: KVLayout, config: EngineConfig) -> KVLayout:
     return _checked(layout, config, min(wanted, _CPU_POOL_BYTES // layout.bytes_per_page), f"{_CPU_POOL_BYTES:,} bytes")
 
 
-def accelerator_pool(
-    layout: KVLayout, config: EngineConfig, *, limit: int, weights: int, temporary: int
-) -> KVLayout:
+def accelerator_pool(layout: KVLayout, config: EngineConfig, *, limit: int, weights: int, temporary: int) -> KVLayout:
     """The pool that `limit` bytes of device memory leave.
 
     Args:

@@ -7,6 +7,7 @@ nothing ever selects between two versions of them.
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from paged_jax.layout import KVLayout
 from paged_jax.page_pool import PagePool
 
 
+@no_type_check  # jax also builds instances of shapes, host arrays and placeholders
 @partial(jax.tree_util.register_dataclass)
 @dataclass(frozen=True)
 class KVPages:
@@ -39,6 +41,7 @@ class KVPages:
         return cls(jnp.zeros(layout.pages_shape, layout.dtype), layout)
 
 
+@no_type_check  # jax also builds instances of shapes, host arrays and placeholders
 @partial(jax.tree_util.register_dataclass)
 @dataclass(frozen=True)
 class PagedCache:
@@ -83,23 +86,17 @@ def append(
     """
     return _grown(
         cache,
-        block_tables.append(
-            cache.tables, cache.pool, counts, page_size=cache.layout.page_size, num_tokens=num_tokens
-        ),
+        block_tables.append(cache.tables, cache.pool, counts, page_size=cache.layout.page_size, num_tokens=num_tokens),
     )
 
 
-def append_decode(
-    cache: PagedCache, active: Bool[Array, " max_seqs"]
-) -> tuple[PagedCache, Batch, Bool[Array, ""]]:
+def append_decode(cache: PagedCache, active: Bool[Array, " max_seqs"]) -> tuple[PagedCache, Batch, Bool[Array, ""]]:
     """Makes room for one more token of each active sequence; token i of the batch is row i.
 
     Returns:
       (cache, batch, ok); when `ok` is false the tables and the pool are unchanged and the batch writes nothing.
     """
-    return _grown(
-        cache, block_tables.append_decode(cache.tables, cache.pool, active, page_size=cache.layout.page_size)
-    )
+    return _grown(cache, block_tables.append_decode(cache.tables, cache.pool, active, page_size=cache.layout.page_size))
 
 
 def fork(cache: PagedCache, src: Int32[Array, " n"], dst: Int32[Array, " n"]) -> PagedCache:

@@ -43,8 +43,12 @@ class EngineConfig:
 
     @property
     def decode_sizes(self) -> tuple[int, ...]:
-        """Lengths of a packed batch in which every sequence has one token."""
-        return (*(size for size in (1, 8) if size < self.max_seqs), self.max_seqs)
+        """Lengths of a packed batch in which every sequence has one token.
+
+        A few running sequences do not pay for max_seqs rows, unless max_seqs is so small that another program is not
+        worth compiling.
+        """
+        return (*(size for size in (1, 8) if size < self.max_seqs and self.max_seqs > 4), self.max_seqs)
 
     @property
     def prefill_sizes(self) -> tuple[int, ...]:

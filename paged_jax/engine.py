@@ -4,24 +4,26 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import pallas_kernels
 
+import pallas_kernels
 from paged_jax import block_tables, page_pool
 from paged_jax.batch import Batch
+from paged_jax.block_tables import BlockTables
 from paged_jax.cache import KVPages
 from paged_jax.config import EngineConfig
 from paged_jax.errors import MissingBackendError, RequestTooLongError
 from paged_jax.layout import KVLayout
+from paged_jax.page_pool import PagePool
 from paged_jax.scheduler import Scheduler, SequenceState, StepPlan
 from paged_jax.stats import EngineStats
 from paged_jax.steps import Model, Steps
 
 
+@runtime_checkable
 class TokenStream(Protocol):
     """Turns the tokens of one answer into text, piece by piece."""
 
@@ -34,6 +36,7 @@ class TokenStream(Protocol):
         ...
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """What an engine needs of a tokenizer."""
 
@@ -149,7 +152,7 @@ class Engine:
         self._scheduler = Scheduler(self.config, layout)
         self._answers: dict[int, _Answer] = {}
         self._ids = itertools.count()
-        self._reset_cache()
+        self._tables, self._pool, self._kv = self._empty_cache()
 
     @property
     def implementation(self) -> str:
@@ -197,7 +200,7 @@ class Engine:
             next_tokens = self._run(plan)
         except BaseException:
             # The donated pages are gone; what ran starts over from its tokens.
-            self._reset_cache()
+            self._tables, self._pool, self._kv = self._empty_cache()
             self._scheduler.requeue_running()
             raise
         elapsed = time.perf_counter() - started - (self._steps.compile_seconds - compiled)
@@ -300,9 +303,9 @@ class Engine:
         return self._steps.append(self._tables, self._pool, counts, num_tokens=num_tokens, max_query_len=longest)
 
     def _compute(self, token_ids: np.ndarray, batch: Batch, logit_rows: np.ndarray) -> np.ndarray:
-        batch = replace(batch, logit_rows=logit_rows, implementation=self.config.implementation)
-        token_ids, batch = jax.device_put((token_ids, batch), self._device)
-        next_tokens, self._kv = self._steps.step(self._params, token_ids, batch, self._kv)
+        inputs, rows, batch = jax.device_put((token_ids, logit_rows, batch), self._device)
+        batch = replace(batch, logit_rows=rows, implementation=self.config.implementation)
+        next_tokens, self._kv = self._steps.step(self._params, inputs, batch, self._kv)
         return np.asarray(next_tokens)
 
     def _accept(self, plan: StepPlan, next_tokens: np.ndarray) -> list[TokenEvent]:
@@ -342,13 +345,13 @@ class Engine:
     def _release(self, mask: np.ndarray) -> None:
         self._tables, self._pool = self._steps.release(self._tables, self._pool, mask)
 
-    def _reset_cache(self) -> None:
+    def _empty_cache(self) -> tuple[BlockTables, PagePool, KVPages]:
         pages_per_seq = self.layout.pages_for(self.config.max_model_len)
         with jax.default_device(self._host):
-            self._tables = block_tables.create(self.config.max_seqs, pages_per_seq)
-            self._pool = page_pool.create(self.layout.num_pages)
+            tables = block_tables.create(self.config.max_seqs, pages_per_seq)
+            pool = page_pool.create(self.layout.num_pages)
         with jax.default_device(self._device):
-            self._kv = KVPages.create(self.layout)
+            return tables, pool, KVPages.create(self.layout)
 
 
 def _completion(answer: _Answer) -> Completion:

@@ -9,7 +9,7 @@ from paged_jax.steps import Steps
 
 @dataclass
 class EngineStats:
-    """Totals since the engine was made, and the state at the peak of its page use.
+    """Totals since the engine was made.
 
     Times leave compilation out. A step that computes any part of a prompt counts as prefill, all of it.
 
@@ -19,8 +19,8 @@ class EngineStats:
       decode_tokens, decode_seconds: tokens computed in decode steps, and their time.
       num_compilations, compile_seconds: programs compiled, and the time that took.
       peak_pages: most pages live at once.
-      peak_tokens: tokens in them at that moment.
       peak_seqs: most sequences that ran at once.
+      live_slots, live_tokens: slots of the live pages, and tokens in them, summed over the steps.
     """
 
     layout: KVLayout
@@ -31,14 +31,14 @@ class EngineStats:
     num_compilations: int = 0
     compile_seconds: float = 0.0
     peak_pages: int = 0
-    peak_tokens: int = 0
     peak_seqs: int = 0
+    live_slots: int = 0
+    live_tokens: int = 0
 
     @property
     def internal_waste(self) -> float:
-        """Fraction of the slots in live pages that held no token at the peak."""
-        slots = self.peak_pages * self.layout.page_size
-        return 1 - self.peak_tokens / slots if slots else 0.0
+        """Fraction of the slots in live pages that held no token, averaged over the steps."""
+        return 1 - self.live_tokens / self.live_slots if self.live_slots else 0.0
 
     def record(self, plan: StepPlan, seconds: float, steps: Steps) -> None:
         """Adds one step that has just been computed."""
@@ -52,6 +52,7 @@ class EngineStats:
         self.compile_seconds = steps.compile_seconds
         lengths = [sequence.num_cached + count for sequence, count in plan.counts]
         pages = sum(self.layout.pages_for(length) for length in lengths)
-        if pages > self.peak_pages:
-            self.peak_pages, self.peak_tokens = pages, sum(lengths)
+        self.peak_pages = max(self.peak_pages, pages)
         self.peak_seqs = max(self.peak_seqs, len(lengths))
+        self.live_slots += pages * self.layout.page_size
+        self.live_tokens += sum(lengths)

@@ -4,10 +4,11 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int32
 
@@ -20,6 +21,7 @@ from paged_jax.layout import KVLayout
 from paged_jax.page_pool import PagePool
 
 
+@runtime_checkable
 class Model(Protocol):
     """What an engine needs of a model; anything else it has is its own business.
 
@@ -56,7 +58,7 @@ class Steps:
         self,
         tables: BlockTables,
         pool: PagePool,
-        counts: Int32[Array, " max_seqs"],
+        counts: Int32[np.ndarray, " max_seqs"],
         *,
         num_tokens: int,
         max_query_len: int,
@@ -68,7 +70,7 @@ class Steps:
         return self._run(("append", num_tokens, max_query_len), function, (tables, pool, counts))
 
     def release(
-        self, tables: BlockTables, pool: PagePool, mask: Bool[Array, " max_seqs"]
+        self, tables: BlockTables, pool: PagePool, mask: Bool[np.ndarray, " max_seqs"]
     ) -> tuple[BlockTables, PagePool]:
         """`block_tables.release`."""
         return self._run("release", block_tables.release, (tables, pool, mask))
@@ -80,7 +82,9 @@ class Steps:
         key = ("step", batch.positions.shape, batch.logit_rows.shape, batch.max_query_len, batch.implementation)
         return self._run(key, partial(_step, self._model), (params, token_ids, batch, kv), donate=3)
 
-    def _run(self, key: Hashable, function: Callable[..., Any], args: tuple[Any, ...], *, donate: int | None = None) -> Any:
+    def _run(
+        self, key: Hashable, function: Callable[..., Any], args: tuple[Any, ...], *, donate: int | None = None
+    ) -> Any:
         program = self._programs.get(key)
         if program is None:
             start = time.perf_counter()
@@ -105,7 +109,9 @@ def temporary_bytes(model: Model, params: Any, layout: KVLayout, config: EngineC
         shapes = replace(shapes, implementation=config.implementation)
         token_ids = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
         lowered = jax.jit(partial(_step, model), donate_argnums=3).lower(params, token_ids, shapes, kv)
-        peak = max(peak, lowered.compile().memory_analysis().temp_size_in_bytes)
+        analysis = lowered.compile().memory_analysis()
+        assert analysis is not None, "the compiler of this backend does not say how much memory a step takes"
+        peak = max(peak, analysis.temp_size_in_bytes)
     return peak
 
 

@@ -5,7 +5,7 @@ A row is one page of one layer, `rows = num_layers * num_pages`, and layer `l` s
 (`row_offset`). On the last axis every KV head holds its key and then its value.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -15,7 +15,9 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import reference, validation, xla
 
-IMPLEMENTATIONS: Final = MappingProxyType({"xla": xla.paged_attention, "reference": reference.paged_attention})
+IMPLEMENTATIONS: Final[Mapping[str, Callable[..., tuple[Array, Array]]]] = MappingProxyType(
+    {"xla": xla.paged_attention, "reference": reference.paged_attention}
+)
 """Implementation name -> function. `xla` runs on every backend; `reference` is the slow oracle of the tests."""
 
 _NO_WINDOW: Final = 2**31 - 1

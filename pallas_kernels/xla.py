@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 _FLOOR = -1e30  # below every logit and finite, so that exp(-inf - peak) is 0 and never NaN
-_DECODE_KEYS = 64  # keys of one decode work item
-_DECODE_ITEMS = 32  # decode work items computed at once
+_DECODE_KEYS = 32  # keys of one decode work item
+_DECODE_ITEMS = (8, 32)  # decode work items computed at once: as many as tokens, within these bounds
 _PREFILL_QUERIES = 64  # queries of one prefill tile
 _PREFILL_KEYS = 256  # keys that a prefill tile looks at in one step
 
@@ -72,7 +72,7 @@ class _Pool(NamedTuple):
     def read(self, seq: Array, first_page: Array, count: int, length: Array) -> tuple[Array, Array, Array]:
         """Keys and values of `count` logical pages from `first_page` on, for every entry of `seq`.
 
-        Returns (k, v, position): k and v float32 [*seq, num_kv_heads, count * page_size, head_dim], v zero and k
+        Returns (k, v, position): k and v float32 [*seq, count * page_size, num_kv_heads, head_dim], v zero and k
         anything from position `length` on; position int32 [*seq, count * page_size].
         """
         page = first_page[..., None] + jnp.arange(count, dtype=jnp.int32)
@@ -80,28 +80,10 @@ class _Pool(NamedTuple):
         row = jnp.where(page * self.page_size < length[..., None], page_id, 0) + self.row_offset
         position = page[..., None] * self.page_size + jnp.arange(self.page_size, dtype=jnp.int32)
         position = position.reshape(*seq.shape, count * self.page_size)
-        k, v = self._gather(row, 0), self._gather(row, self.head_dim)
-        return k, jnp.where((position < length[..., None])[..., None, :, None], v, 0.0), position
-
-    def _gather(self, row: Array, first_lane: int) -> Array:
-        """Pages [*n, count] of every KV head: float32 [*n, num_kv_heads, count * page_size, head_dim].
-
-        One gather that starts at the head's lanes, so that heads come out before tokens without a transpose.
-        """
-        *batch, count = row.shape
-        lane = first_lane + 2 * self.head_dim * jnp.arange(self.num_kv_heads, dtype=jnp.int32)
-        start = jnp.stack(jnp.broadcast_arrays(row[..., None, :], lane[:, None]), axis=-1)
-        rank = len(batch) + 2
-        pages = lax.gather(
-            self.kv_pages,
-            start,
-            lax.GatherDimensionNumbers(
-                offset_dims=(rank, rank + 1), collapsed_slice_dims=(0,), start_index_map=(0, 2)
-            ),
-            slice_sizes=(1, self.page_size, self.head_dim),
-            mode="clip",
-        )
-        return pages.reshape(*batch, self.num_kv_heads, count * self.page_size, self.head_dim).astype(jnp.float32)
+        # Whole pages: of the ways to gather, the one that reads memory in the longest pieces.
+        kv = self.kv_pages.at[row].get(mode="clip")
+        kv = kv.reshape(*seq.shape, count * self.page_size, self.num_kv_heads, 2, self.head_dim).astype(jnp.float32)
+        return kv[..., 0, :], jnp.where((position < length[..., None])[..., None, None], kv[..., 1, :], 0.0), position
 
 
 def _decode(
@@ -113,7 +95,8 @@ def _decode(
     """
     num_tokens = q.shape[0]
     pages_per_item = min(max(1, _DECODE_KEYS // pool.page_size), pool.pages_per_seq)
-    chunk = min(_DECODE_ITEMS, num_tokens * _ceil_div(pool.pages_per_seq, pages_per_item))
+    fewest, most = _DECODE_ITEMS
+    chunk = min(max(fewest, num_tokens), most, num_tokens * _ceil_div(pool.pages_per_seq, pages_per_item))
     first_page = jnp.maximum(length - window, 0) // pool.page_size
     items = _ceil_div(_ceil_div(length, pool.page_size) - first_page, pages_per_item)
     ends = jnp.cumsum(items, dtype=jnp.int32)
@@ -129,13 +112,13 @@ def _decode(
         item_length = jnp.where(item < ends[-1], item_length, 0)
         k, v, position = pool.read(item_seq, item * pages_per_item + item_base, pages_per_item, item_length)
         visible = (position < item_length[:, None]) & (position >= item_length[:, None] - window)
-        logits = _soften(_einsum("wkgd,wksd->wkgs", q[token], k), soft_cap)
+        logits = _soften(_einsum("wkgd,wskd->wkgs", q[token], k), soft_cap)
         logits = jnp.where(visible[:, None, None, :], logits, -jnp.inf)
         new_peak = peak.at[token].max(logits.max(axis=-1))
         weights = jnp.exp(logits - new_peak[token][..., None])
         decay = jnp.exp(peak - new_peak)
         total = (total * decay).at[token].add(weights.sum(axis=-1))
-        acc = (acc * decay[..., None]).at[token].add(_einsum("wkgs,wksd->wkgd", weights, v))
+        acc = (acc * decay[..., None]).at[token].add(_einsum("wkgs,wskd->wkgd", weights, v))
         return acc, new_peak, total
 
     start = (jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], _FLOOR), jnp.zeros(q.shape[:-1], jnp.float32))
@@ -159,7 +142,6 @@ def _prefill(
     pages_per_step = min(max(1, _PREFILL_KEYS // pool.page_size), pool.pages_per_seq)
     tiles = _ceil_div(query_lens, tile)
     ends = jnp.cumsum(tiles, dtype=jnp.int32)
-    # Row, position and sequence of a tile follow from its number and these three.
     first_tile = ends - tiles
     q, out, lse = (jnp.pad(x, [(0, tile)] + [(0, 0)] * (x.ndim - 1)) for x in (q, out, lse))  # the last tile's padding
 
@@ -177,13 +159,13 @@ def _prefill(
             acc, peak, total = carry
             k, v, key = pool.read(seq, first_page + i * pages_per_step, pages_per_step, length)
             visible = (key < length) & (key <= position[:, None]) & (key > position[:, None] - window)
-            logits = _soften(_einsum("qkgd,ksd->kgqs", queries, k), soft_cap)
+            logits = _soften(_einsum("qkgd,skd->kgqs", queries, k), soft_cap)
             logits = jnp.where(visible, logits, -jnp.inf)
             new_peak = jnp.maximum(peak, logits.max(axis=-1))
             weights = jnp.exp(logits - new_peak[..., None])
             decay = jnp.exp(peak - new_peak)
             total = total * decay + weights.sum(axis=-1)
-            acc = acc * decay[..., None] + _einsum("kgqs,ksd->kgqd", weights, v)
+            acc = acc * decay[..., None] + _einsum("kgqs,skd->kgqd", weights, v)
             return acc, new_peak, total
 
         shape = (num_kv_heads, group, tile)
@@ -191,7 +173,9 @@ def _prefill(
         steps = _ceil_div(_ceil_div(length, pool.page_size) - first_page, pages_per_step)
         tile_out, tile_lse = _finish(*lax.fori_loop(0, steps, step, start))
         is_query = (skipped + jnp.arange(tile, dtype=jnp.int32) < query_lens[seq])[:, None, None]
-        tile_out = jnp.where(is_query[..., None], jnp.moveaxis(tile_out, 2, 0), lax.dynamic_slice_in_dim(out, row, tile))
+        tile_out = jnp.where(
+            is_query[..., None], jnp.moveaxis(tile_out, 2, 0), lax.dynamic_slice_in_dim(out, row, tile)
+        )
         tile_lse = jnp.where(is_query, jnp.moveaxis(tile_lse, 2, 0), lax.dynamic_slice_in_dim(lse, row, tile))
         return (
             lax.dynamic_update_slice_in_dim(out, tile_out, row, 0),

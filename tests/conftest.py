@@ -6,12 +6,10 @@ import jax
 from hypothesis import settings
 from jaxtyping import install_import_hook
 
+import tests.typecheck  # noqa: F401 (the hook finds it by name)
+
 # Before any of these is imported: functions are wrapped as their modules load.
-install_import_hook(
-    [f"paged_jax.{name}" for name in ("attention", "batch", "block_tables", "cache", "layout", "page_pool")]
-    + ["pallas_kernels", "models"],
-    "beartype.beartype",
-)
+install_import_hook(["paged_jax", "pallas_kernels", "models"], "tests.typecheck.checked")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 

@@ -85,7 +85,7 @@ def read_config(file: GGUFFile) -> TransformerConfig:
             "join them with `llama-gguf-split --merge` first"
         )
 
-    def number(key: str, default: float | None = None) -> Any:
+    def number(key: str, default: int | float | None = None) -> Any:
         value = metadata.get(f"llama.{key}", default)
         if not isinstance(value, int | float):
             raise ValueError(f"{path}: the key llama.{key} must be one number, got {value!r}")
@@ -122,9 +122,7 @@ def _check_plain_llama(metadata: Mapping[str, Any], head_dim: int, path: str) ->
     }
     for key, allowed in only.items():
         if key in metadata and metadata[key] not in allowed:
-            raise ValueError(
-                f"{path}: {key} = {metadata[key]!r} is not supported; it must be {allowed[0]!r} or absent"
-            )
+            raise ValueError(f"{path}: {key} = {metadata[key]!r} is not supported; it must be {allowed[0]!r} or absent")
 
 
 def _rope_scaling(file: GGUFFile, head_dim: int, theta: float) -> Llama3RopeScaling | None:

@@ -89,8 +89,7 @@ def build_params(
 
     params: Params = {key: read(key, names[key]) for key in top}
     params["layers"] = [
-        {key: read(key, names[key].format(layer=layer)) for key in layer_keys}
-        for layer in range(config.num_layers)
+        {key: read(key, names[key].format(layer=layer)) for key in layer_keys} for layer in range(config.num_layers)
     ]
     return params
 

@@ -64,9 +64,7 @@ def load(folder: Path, *, dtype: DTypeLike = jnp.float32) -> tuple[TransformerCo
                     continue
                 header = file.get_slice(name)
                 if header.get_dtype() not in _DTYPES:
-                    raise ValueError(
-                        f"{folder}: tensor {name} is stored as {header.get_dtype()}; readable: {_DTYPES}"
-                    )
+                    raise ValueError(f"{folder}: tensor {name} is stored as {header.get_dtype()}; readable: {_DTYPES}")
                 found[name], holder[name] = tuple(header.get_shape()), file
 
         def read(_: str, name: str) -> jax.Array:
@@ -147,9 +145,7 @@ def _rope(fields: Mapping[str, Any], path: Path) -> tuple[float, Llama3RopeScali
     if rope_type == "default":
         return theta, None
     if rope_type != "llama3":
-        raise ValueError(
-            f"{path}: {where}.rope_type = {rope_type!r} is not supported; supported: 'default', 'llama3'"
-        )
+        raise ValueError(f"{path}: {where}.rope_type = {rope_type!r} is not supported; supported: 'default', 'llama3'")
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     missing = [name for name in names if name not in rope]
     if missing:
@@ -169,9 +165,7 @@ def _weight_paths(folder: Path) -> list[Path]:
     names = sorted(set(index["weight_map"].values()))
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise FileNotFoundError(
-            f"{folder} lacks {', '.join(missing)}, named in {_INDEX}; get the whole checkpoint"
-        )
+        raise FileNotFoundError(f"{folder} lacks {', '.join(missing)}, named in {_INDEX}; get the whole checkpoint")
     return [folder / name for name in names]
 
 

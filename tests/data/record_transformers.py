@@ -123,9 +123,7 @@ def main() -> None:
     for name, ids in prompt_ids.items():
         new_ids, logits = generate(model, ids)
         top_ids = np.argsort(-logits, axis=-1, kind="stable")[:, :NUM_TOP_IDS]
-        recorded_ids = np.concatenate(
-            [top_ids, np.broadcast_to(fixed_ids, (NUM_NEW_TOKENS, NUM_FIXED_IDS))], axis=-1
-        )
+        recorded_ids = np.concatenate([top_ids, np.broadcast_to(fixed_ids, (NUM_NEW_TOKENS, NUM_FIXED_IDS))], axis=-1)
         recorded_logits = np.take_along_axis(logits, recorded_ids, axis=-1)
         gaps = recorded_logits[:, 0] - recorded_logits[:, 1]
         print(f"{name}: {len(ids)} tokens, smallest gap {gaps.min():.2e}", flush=True)

@@ -42,9 +42,7 @@ def _prose(rng: random.Random, num_sentences: int) -> str:
         elif form == 2:
             sentence = f"{pick(then)}: {subject} {pick(did)} {pick(what)}, {clause}."
         else:
-            sentence = (
-                f'"did you know that {pick(who)} {pick(did)} {pick(what)}?" asked {subject}. {pick(then)}.'
-            )
+            sentence = f'"did you know that {pick(who)} {pick(did)} {pick(what)}?" asked {subject}. {pick(then)}.'
         start = 1 if sentence[0] == '"' else 0
         sentences.append(sentence[:start] + sentence[start].upper() + sentence[start + 1 :])
         if len(sentences) == 5 or index == num_sentences - 1:
@@ -126,9 +124,7 @@ PROMPTS: dict[str, str] = {
     ),
     "chinese": "春天来了，山上的雪慢慢融化，河水又开始流动。孩子们在桥边放风筝，老人坐在树下喝茶。",
     "arabic": ("في الصباح الباكر فتح التاجر دكانه الصغير قرب الميناء، وبدأ يرتب الأقمشة الملونة على الرفوف."),
-    "cyrillic": (
-        "Каждое утро старый почтальон проходил через весь город пешком и знал по имени каждую собаку."
-    ),
+    "cyrillic": ("Каждое утро старый почтальон проходил через весь город пешком и знал по имени каждую собаку."),
     "hindi": "गाँव के पास एक छोटी नदी बहती है। बच्चे शाम को वहाँ खेलते हैं और",
     "emoji": (
         "Mon ☀️, Tue ⛅, Wed 🌧️🌧️, Thu ⛈️, Fri 🌈! Party on Saturday 🎉👩\u200d👩\u200d👧\u200d👦🇪🇺. "

@@ -75,9 +75,7 @@ class TinyModel:
     def write_config(self, folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps(self.fields))
 
-    def write_gguf(
-        self, path: Path, kind: str = "F32", extra: Mapping[str, np.ndarray] | None = None
-    ) -> Path:
+    def write_gguf(self, path: Path, kind: str = "F32", extra: Mapping[str, np.ndarray] | None = None) -> Path:
         """A GGUF file; matrices stored as `kind`, vectors as float32, q and k in llama.cpp's row order."""
         writer = gguf.GGUFWriter(path, self.architecture)
         fields = self.fields

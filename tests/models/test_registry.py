@@ -63,9 +63,7 @@ def test_hub_fails(monkeypatch, error):
         registry.load("owner/name")
 
 
-@pytest.mark.parametrize(
-    "model", ["smollm3", "missing.gguf", "folder/missing.gguf", "a/b/c", "https://x.y/z"]
-)
+@pytest.mark.parametrize("model", ["smollm3", "missing.gguf", "folder/missing.gguf", "a/b/c", "https://x.y/z"])
 def test_unknown(model):
     with pytest.raises(ValueError, match=rf"cannot load '{model}': .*'smollm2-135m'.*\.gguf.*'owner/name'"):
         registry.load(model)

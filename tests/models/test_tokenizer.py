@@ -15,9 +15,7 @@ from models.weights.gguf_file import GGUFFile
 
 SETTINGS = hypothesis.settings(deadline=None, max_examples=200)
 # SmolLM2's vocabulary lacks the bytes of six control characters and of the planes 4 to 11 (unassigned).
-TEXTS = st.text(
-    st.characters(codec="utf-8", exclude_characters="\x04\x06\x13\x14\x16\x1d", max_codepoint=0x3FFFF)
-)
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\x04\x06\x13\x14\x16\x1d", max_codepoint=0x3FFFF))
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
@@ -83,9 +81,7 @@ def test_streaming_text(smollm2, text):
 
 
 @SETTINGS
-@given(
-    ids=st.lists(st.one_of(st.integers(0, 49151), st.integers(0, 300), st.integers(127, 192)), max_size=24)
-)
+@given(ids=st.lists(st.one_of(st.integers(0, 49151), st.integers(0, 300), st.integers(127, 192)), max_size=24))
 def test_streaming_any_tokens(smollm2, ids):
     """Random tokens are mostly pieces of characters, in no sensible order, among special tokens."""
     pieces, rest = streamed(smollm2, ids)
@@ -311,9 +307,7 @@ def fallback() -> Tokenizer:
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     inner.decoder = decoders.Sequence(steps)
     inner.add_special_tokens(["<unk>"])
-    return Tokenizer(
-        inner, add_bos=False, bos_token=None, eos_token=None, eos_ids=frozenset(), chat_template=None
-    )
+    return Tokenizer(inner, add_bos=False, bos_token=None, eos_token=None, eos_ids=frozenset(), chat_template=None)
 
 
 @SETTINGS

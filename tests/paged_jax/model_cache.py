@@ -5,7 +5,7 @@ Its pages have names, never reused; `Tracker` maps the names to page ids and che
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from paged_jax import BlockTables, KVLayout, PagedCache, PagePool, gather_kv, usage
+from paged_jax import BlockTables, KVLayout, PagedCache, PagePool, gather_kv
 
 
 def i32(*values: int) -> Array:
@@ -25,6 +25,12 @@ def i32(*values: int) -> Array:
 def mask(*values: int) -> Array:
     """A bool vector."""
     return jnp.array(values, bool)
+
+
+def on_host[**P, R](function: Callable[P, R], static: Sequence[str] = ()) -> Callable[P, R]:
+    """`function` compiled, its results as numpy arrays: looking at device arrays compiles a program for each look."""
+    compiled = jax.jit(function, static_argnames=static)
+    return lambda *args, **kwargs: jax.device_get(compiled(*args, **kwargs))
 
 
 @dataclass
@@ -121,46 +127,37 @@ class Tracker:
     def __init__(self) -> None:
         self.ids: dict[int, int] = {}
 
-    def check(self, cache: PagedCache, model: ModelCache) -> None:
-        """Every invariant of the cache's metadata, and its sharing against the model's."""
-        table = np.asarray(cache.tables.page_ids)
-        assert cache.tables.seq_lens.tolist() == [len(tokens) for tokens in model.tokens]
+    def check(self, pool: PagePool, tables: BlockTables, model: ModelCache) -> None:
+        """Every invariant of the metadata (on the host), and its sharing against the model's."""
+        assert tables.seq_lens.tolist() == [len(tokens) for tokens in model.tokens]
         seen: dict[int, int] = {}
         for row, names in enumerate(model.pages):
-            for name, page_id in zip(names, table[row].tolist(), strict=False):
+            for name, page_id in zip(names, tables.page_ids[row].tolist(), strict=False):
                 assert seen.setdefault(name, page_id) == page_id, "a shared page was copied without need"
                 assert self.ids.get(name, page_id) == page_id, "a page moved although it could be written in place"
         live = model.references()
-        self.ids = {name: self.ids.get(name, seen.get(name)) for name in live}
+        self.ids = {name: self.ids[name] if name in self.ids else seen[name] for name in live}
         assert len(set(self.ids.values())) == len(live), "two pages of the model share one page id"
-        check_pool(cache.pool, cache.tables, page_size=model.page_size, held=[self.ids[name] for name in model.held])
-        for page_id, name in ((self.ids[name], name) for name in live):
-            assert int(cache.pool.ref_counts[page_id]) == live[name]
-        assert jax.tree.map(int, usage(cache)) == {
-            "live": len(live),
-            "free": model.num_free(),
-            "tokens": sum(map(len, model.tokens)),
-            "internal_waste": model.internal_waste(),
-        }
+        assert int(pool.num_free) == model.num_free()
+        check_pool(pool, tables, page_size=model.page_size, held=[self.ids[name] for name in model.held])
 
 
 def check_pool(pool: PagePool, tables: BlockTables, *, page_size: int, held: Iterable[int] = ()) -> None:
     """Every page is free exactly once, or referred to exactly as often as its count says; the null page is neither."""
-    for array in (*pool, *tables):
-        assert array.dtype == jnp.int32
-    page_ids, lens = np.asarray(tables.page_ids), np.asarray(tables.seq_lens)
-    ref_counts, num_free = np.asarray(pool.ref_counts), int(pool.num_free)
+    assert {array.dtype for array in (*pool, *tables)} == {np.dtype(np.int32)}
+    (page_ids, lens), (free_stack, num_free, ref_counts) = jax.device_get((tables, pool))
     owned = np.arange(page_ids.shape[1]) < -(-lens // page_size)[:, None]
     assert (page_ids[~owned] == 0).all(), "an entry past a sequence's end is not the null page"
     assert (page_ids[owned] > 0).all(), "a sequence owns the null page"
     references = np.bincount([*page_ids[owned], *held], minlength=pool.num_pages)
     np.testing.assert_array_equal(ref_counts, references)
-    free = np.sort(np.asarray(pool.free_stack)[:num_free])
+    free = np.sort(free_stack[:num_free])
     np.testing.assert_array_equal(free, np.flatnonzero(references[1:] == 0) + 1)
 
 
 def check_all_free(pool: PagePool) -> None:
     """Nothing leaked: every page but the null page is free, once."""
+    pool = jax.device_get(pool)
     assert int(pool.num_free) == pool.num_pages - 1
     assert sorted(pool.free_stack[: pool.num_pages - 1].tolist()) == list(range(1, pool.num_pages))
     assert not pool.ref_counts.any()
@@ -195,11 +192,20 @@ def keys_and_values(tokens: Iterable[int], layout: KVLayout) -> np.ndarray:
 def contents(model: ModelCache, layout: KVLayout) -> np.ndarray:
     """What `gather_all` should give."""
     max_len = model.pages_per_seq * model.page_size
-    rows = [keys_and_values(tokens, layout) for tokens in model.tokens]
     out = np.zeros((2, layout.num_layers, model.max_seqs, max_len, layout.num_kv_heads, layout.head_dim), np.float32)
-    for row, kv in enumerate(rows):
-        out[:, :, row, : kv.shape[2]] = kv
+    for row, tokens in enumerate(model.tokens):
+        out[:, :, row, : len(tokens)] = keys_and_values(tokens, layout)
     return out
+
+
+def expected_usage(model: ModelCache) -> dict[str, int]:
+    """What `usage` should give."""
+    return {
+        "live": len(model.references()),
+        "free": model.num_free(),
+        "tokens": sum(map(len, model.tokens)),
+        "internal_waste": model.internal_waste(),
+    }
 
 
 @jax.jit

@@ -7,7 +7,7 @@ contiguous keys and values, one query and one KV head at a time.
 import os
 import random
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -140,7 +140,9 @@ def build(case: Case, *, poison: bool = True) -> Inputs:
         if shared:
             k[: shared * page] = keys[0][: shared * page]
             v[: shared * page] = values[0][: shared * page]
-        tables.append((tables[0][:shared] if shared else []) + [free.pop() for _ in range(case.pages_needed[s] - shared)])
+        tables.append(
+            (tables[0][:shared] if shared else []) + [free.pop() for _ in range(case.pages_needed[s] - shared)]
+        )
         keys.append(k)
         values.append(v)
 
@@ -205,7 +207,7 @@ ROUNDING: Final = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11
 
 
 def check(case: Case, expected: Expected, out: npt.NDArray[Any], lse: npt.NDArray[Any], label: str) -> None:
-    """Asserts that a result is the oracle's within what its arithmetic can lose, and exactly zero where nothing is seen.
+    """Asserts that a result is the oracle's within what its arithmetic can lose; exactly zero where nothing is seen.
 
     With u = 2**-24 (half an ulp of float32):
     - Inputs are rounded to the case's dtype before the oracle sees them, and a product of two bfloat16 or float16
@@ -236,7 +238,9 @@ def check(case: Case, expected: Expected, out: npt.NDArray[Any], lse: npt.NDArra
     bound = (loss * expected.largest_value)[..., None] + ROUNDING[case.dtype] * np.abs(expected.out)
     error = np.abs(out.astype(np.float64) - expected.out)
     worst = np.unravel_index(np.argmax(error - bound), error.shape) if error.size else ()
-    assert (error <= bound).all(), f"out{list(map(int, worst))} is off by {error[worst]:.3g} > {bound[worst]:.3g}; {message}"
+    assert (error <= bound).all(), (
+        f"out{list(map(int, worst))} is off by {error[worst]:.3g} > {bound[worst]:.3g}; {message}"
+    )
 
     seen = ~sees_nothing
     lse_error = np.abs(lse[seen].astype(np.float64) - expected.lse[seen])
@@ -244,10 +248,12 @@ def check(case: Case, expected: Expected, out: npt.NDArray[Any], lse: npt.NDArra
     assert (lse_error <= lse_bound).all(), f"lse is off by {(lse_error / lse_bound).max():.3g} bounds; {message}"
 
 
-@lru_cache(maxsize=None)
-def compiled(implementation: str, num_kv_heads: int, max_query_len: int, soft_cap: float | None, row_offset: int | None) -> Any:
+@cache
+def compiled(
+    implementation: str, num_kv_heads: int, max_query_len: int, soft_cap: float | None, row_offset: int | None
+) -> Any:
     """The operation under jit, with lse; `row_offset` an operand where None."""
-    static = {} if row_offset is None else {"row_offset": row_offset}
+    static: dict[str, Any] = {} if row_offset is None else {"row_offset": row_offset}
     return jax.jit(
         partial(
             paged_attention,
@@ -296,4 +302,3 @@ def assert_contract(case: Case, implementation: str) -> None:
     where = f"{implementation}: {case}; repeat with PAGED_JAX_SEED={SEED}"
     assert same_bytes(out, clean_out), f"slots or table entries of nobody change the output; {where}"
     assert same_bytes(lse, clean_lse), f"slots or table entries of nobody change the lse; {where}"
-

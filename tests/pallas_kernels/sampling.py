@@ -5,7 +5,7 @@ Compiling costs seconds and running milliseconds, so that a sample has few geome
 """
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations, product
 from typing import Any, Final
 

@@ -1,0 +1,235 @@
+"""Measures the paged cache on this machine.
+
+throughput   the engine's tokens per second for several numbers of sequences and dtypes
+contiguous   a decode step over pages beside the same model over a plain contiguous cache
+
+Rounds are interleaved and medians reported: machines drift. Compilation is left out.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from tqdm import tqdm
+
+from models import registry
+from models.registry import Checkpoint
+from models.transformer import FunctionalModel, functional
+from paged_jax import Batch, Engine, EngineConfig, KVPages, Request, size_pool
+from paged_jax import batch as batches
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+PROMPTS = ("The capital of France is", "Once upon a time", "def fib(n):", "The quick brown")
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    throughput = commands.add_parser("throughput", help="tokens per second of the engine")
+    throughput.add_argument("--new-tokens", type=int, default=64, help="tokens to generate a sequence (64)")
+    contiguous = commands.add_parser("contiguous", help="a decode step beside a contiguous cache")
+    contiguous.add_argument("--contexts", type=int, nargs="+", default=[64, 512], help="tokens cached (64 512)")
+    contiguous.add_argument(
+        "--max-model-len", type=int, default=2048, help="tokens that the contiguous cache reserves a sequence (2048)"
+    )
+    for command in (throughput, contiguous):
+        command.add_argument("--model", default=registry.DEFAULT_MODEL, help="as for generate.py")
+        command.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 16, 32], help="(1 8 16 32)")
+        command.add_argument("--dtypes", choices=DTYPES, nargs="+", default=list(DTYPES), help="(all)")
+        command.add_argument("--page-size", type=int, default=16, help="tokens a page (16)")
+        command.add_argument("--rounds", type=int, default=5, help="interleaved rounds (5)")
+        command.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
+    return parser.parse_args(argv)
+
+
+def throughput(args: argparse.Namespace, checkpoints: dict[str, Checkpoint]) -> list[dict[str, Any]]:
+    """Output tokens per second of whole runs, and of their decode steps alone."""
+
+    def measure(dtype: str, num_seqs: int) -> Callable[[], tuple[float, float]]:
+        checkpoint = checkpoints[dtype]
+        model = functional(checkpoint.config)
+        config = EngineConfig(max_seqs=num_seqs, max_model_len=256)
+        layout = size_pool(
+            model,
+            checkpoint.params,
+            model.kv_layout(num_pages=2, page_size=args.page_size, dtype=DTYPES[dtype]),
+            config,
+        )
+        engine = Engine(model, checkpoint.params, layout, checkpoint.tokenizer, config)
+        requests = [
+            Request(PROMPTS[i % len(PROMPTS)], max_tokens=args.new_tokens, ignore_eos=True) for i in range(num_seqs)
+        ]
+
+        def run() -> tuple[float, float]:
+            tokens, seconds = engine.stats.decode_tokens, engine.stats.decode_seconds
+            started = time.perf_counter()
+            engine.generate(requests)
+            elapsed = time.perf_counter() - started
+            decode = (engine.stats.decode_tokens - tokens) / (engine.stats.decode_seconds - seconds)
+            return num_seqs * args.new_tokens / elapsed, decode
+
+        return run
+
+    cases = [(dtype, num_seqs) for dtype in args.dtypes for num_seqs in args.sequences]
+    results = _interleave({case: measure(*case) for case in cases}, args.rounds)
+    return [
+        {
+            "dtype": dtype,
+            "sequences": num_seqs,
+            "tokens/s": statistics.median(total for total, _ in results[dtype, num_seqs]),
+            "decode tokens/s": statistics.median(decode for _, decode in results[dtype, num_seqs]),
+        }
+        for dtype, num_seqs in cases
+    ]
+
+
+def contiguous(args: argparse.Namespace, checkpoints: dict[str, Checkpoint]) -> list[dict[str, Any]]:
+    """Milliseconds of a decode step: over pages; over a contiguous cache just long enough; over one that reserves
+    max_model_len. The ratios are medians of the rounds' ratios."""
+    rows = []
+    for dtype in args.dtypes:
+        for num_seqs in args.sequences:
+            for context in args.contexts:
+                tight = _round_up(context, args.page_size)
+                steps = {
+                    "paged": _paged_step(checkpoints[dtype], num_seqs, context, args.page_size, dtype),
+                    "tight": _contiguous_step(checkpoints[dtype], num_seqs, context, tight, dtype),
+                    "reserved": _contiguous_step(checkpoints[dtype], num_seqs, context, args.max_model_len, dtype),
+                }
+                results = _interleave(steps, args.rounds)
+                row: dict[str, Any] = {"dtype": dtype, "sequences": num_seqs, "context": context}
+                row |= {f"{name} ms": statistics.median(times) for name, times in results.items()}
+                for name in ("tight", "reserved"):
+                    pairs = zip(results["paged"], results[name], strict=True)
+                    row[f"paged/{name}"] = statistics.median(paged / other for paged, other in pairs)
+                rows.append(row)
+    return rows
+
+
+def contiguous_attention(q: Array, k: Array, v: Array, kv: Any, batch: Batch, *, layer: int) -> tuple[Array, Any]:
+    """Decode over a plain cache: for each layer keys and values [num_seqs, num_kv_heads, max_len, head_dim]."""
+    keys, values = kv[layer]
+    row = jnp.arange(q.shape[0])
+    keys = keys.at[row, :, batch.positions].set(k)
+    values = values.at[row, :, batch.positions].set(v)
+    head_dim = q.shape[-1]
+    grouped = q.reshape(q.shape[0], keys.shape[1], -1, head_dim)
+    logits = jnp.einsum("bkgd,bksd->bkgs", grouped, keys, preferred_element_type=jnp.float32) * head_dim**-0.5
+    visible = jnp.arange(keys.shape[2]) <= batch.positions[:, None]
+    weights = jax.nn.softmax(jnp.where(visible[:, None, None], logits, -jnp.inf), axis=-1)
+    out = jnp.einsum("bkgs,bksd->bkgd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+    return out.reshape(q.shape).astype(q.dtype), (*kv[:layer], (keys, values), *kv[layer + 1 :])
+
+
+def _paged_step(checkpoint: Checkpoint, num_seqs: int, context: int, page_size: int, dtype: str) -> Callable[[], float]:
+    model = functional(checkpoint.config)
+    pages_per_seq = -(-context // page_size)
+    layout = model.kv_layout(num_pages=num_seqs * pages_per_seq + 1, page_size=page_size, dtype=DTYPES[dtype])
+    page_ids = np.random.default_rng(0).permutation(np.arange(1, layout.num_pages, dtype=np.int32))
+    tables = jnp.asarray(page_ids.reshape(num_seqs, pages_per_seq))
+    return _timed_step(model, checkpoint, _decode_batch(tables, context, page_size), KVPages.create(layout))
+
+
+def _contiguous_step(
+    checkpoint: Checkpoint, num_seqs: int, context: int, max_len: int, dtype: str
+) -> Callable[[], float]:
+    config = checkpoint.config
+    # Unrolled: a loop over layers would have to slice, and so copy, a stacked cache.
+    model = functional(config, attention=contiguous_attention, unroll_layers=True)
+    shape = (num_seqs, config.num_kv_heads, max_len, config.head_dim)
+    kv = tuple((jnp.zeros(shape, DTYPES[dtype]), jnp.zeros(shape, DTYPES[dtype])) for _ in range(config.num_layers))
+    return _timed_step(model, checkpoint, _decode_batch(jnp.zeros((num_seqs, 1), jnp.int32), context, max_len), kv)
+
+
+def _decode_batch(tables: Array, context: int, page_size: int) -> Batch:
+    num_seqs = tables.shape[0]
+    lens = jnp.full(num_seqs, context - 1, jnp.int32)
+    return batches.decode(tables, lens, jnp.ones(num_seqs, jnp.int32), page_size=page_size)
+
+
+def _timed_step(model: FunctionalModel, checkpoint: Checkpoint, batch: Batch, kv: Any) -> Callable[[], float]:
+    """A function that runs one decode step and returns its milliseconds."""
+
+    @partial(jax.jit, donate_argnums=3)
+    def step(params: Any, token_ids: Array, batch: Batch, kv: Any) -> tuple[Array, Any]:
+        hidden, kv = model(params, token_ids, batch, kv)
+        return jnp.argmax(model.logits(params, hidden[batch.logit_rows]), axis=-1).astype(jnp.int32), kv
+
+    token_ids = jnp.zeros(batch.positions.shape, jnp.int32)
+    state = [kv]
+
+    def run(repeats: int = 5) -> float:
+        started = time.perf_counter()
+        for _ in range(repeats):
+            tokens, state[0] = step(checkpoint.params, token_ids, batch, state[0])
+            tokens.block_until_ready()
+        return (time.perf_counter() - started) / repeats * 1e3
+
+    return run
+
+
+def _interleave(cases: dict[Any, Callable[[], Any]], rounds: int) -> dict[Any, list[Any]]:
+    for run in cases.values():
+        run()  # compiles
+    results: dict[Any, list[Any]] = {name: [] for name in cases}
+    for _ in tqdm(range(rounds), desc="rounds", disable=None, leave=False):
+        for name, run in cases.items():
+            results[name].append(run())
+    return results
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def format_table(rows: Sequence[dict[str, Any]]) -> str:
+    """A Markdown table."""
+    names = list(rows[0])
+    lines = ["| " + " | ".join(names) + " |", "|" + "|".join("---" for _ in names) + "|"]
+    for row in rows:
+        cells = [f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def machine() -> dict[str, Any]:
+    """Where and when the figures were taken."""
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "backend": jax.default_backend(),
+        "cores": os.cpu_count(),
+        "processor": platform.machine(),
+        "jax": jax.__version__,
+        "date": date.today().isoformat(),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one measurement and prints its table."""
+    args = parse_arguments(argv)
+    checkpoints = {dtype: registry.load(args.model, dtype=DTYPES[dtype]) for dtype in args.dtypes}
+    rows = {"throughput": throughput, "contiguous": contiguous}[args.command](args, checkpoints)
+    print(", ".join(f"{name} {value}" for name, value in machine().items()))
+    print(format_table(rows))
+    if args.json is not None:
+        args.json.write_text(json.dumps({"command": args.command, "machine": machine(), "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

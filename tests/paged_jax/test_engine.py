@@ -1,0 +1,319 @@
+"""The engine with a tiny model whose greedy answers a NumPy model without a cache gives too."""
+
+import itertools
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+
+import paged_jax as pj
+from paged_jax.engine import Engine
+from paged_jax.scheduler import Scheduler, SequenceState
+from tests.paged_jax.tiny import VOCAB, TinyModel, greedy, tiny_layout, tiny_params
+
+NEW = 9
+MIN_GAP = 1e-3
+"""Logits are about 30 and computed in float32 with an error near 1e-5; greedy tokens must agree above this gap."""
+
+
+def config(**changes):
+    return pj.EngineConfig(**({"max_seqs": 4, "max_model_len": 64, "max_tokens_per_step": 32} | changes))
+
+
+@cache
+def shared_engine(**changes):
+    """One engine for all tests that leave it as they found it: compiling is what costs here."""
+    return make_engine(**changes)
+
+
+@cache
+def small_engine():
+    """13 pages of 4 tokens: the longest of `requests` needs 12 of them."""
+    return make_engine(tiny_layout(num_pages=14))
+
+
+def make_engine(layout=None, tokenizer=None, **changes):
+    return Engine(TinyModel(), tiny_params(), layout or tiny_layout(), tokenizer, config(**changes))
+
+
+def prompts(lengths=(1, 3, 4, 5, 17, 40)):
+    rng = np.random.default_rng(5)
+    return [tuple(rng.integers(0, VOCAB, length).tolist()) for length in lengths]
+
+
+def requests(max_tokens=NEW):
+    return [pj.Request(prompt, max_tokens=max_tokens) for prompt in prompts()]
+
+
+def assert_greedy(answers, asked=None, new=NEW):
+    for prompt, answer in zip(asked or prompts(), answers, strict=True):
+        expected, gap = greedy(prompt, new)
+        assert gap > MIN_GAP, "choose another seed: a near tie says nothing"
+        assert answer.token_ids == expected
+        assert answer.prompt_token_ids == list(prompt)
+        assert answer.finish_reason == "length"
+
+
+def assert_all_free(engine):
+    assert int(engine._pool.num_free) == engine.layout.num_pages - 1
+    assert not np.asarray(engine._pool.ref_counts).any()
+    assert not np.asarray(engine._tables.page_ids).any()
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+def test_greedy_answers_for_every_page_size(page_size):
+    engine = make_engine(tiny_layout(num_pages=1 + 4 * (64 // page_size), page_size=page_size))
+    assert_greedy(engine.generate(requests()))
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"max_seqs": 1}, {"max_seqs": 12}, {"max_tokens_per_step": 4}, {"max_tokens_per_step": 256}],
+    ids=str,
+)
+def test_batch_and_chunks_change_nothing(changes):
+    assert_greedy(make_engine(**changes).generate(requests()))
+
+
+def test_a_pool_too_small_for_all_makes_requests_wait():
+    engine = small_engine()
+    assert_greedy(engine.generate(requests()))
+    assert engine.stats.peak_pages <= 13
+    assert_all_free(engine)
+
+
+def test_requests_can_join_while_others_run():
+    engine = shared_engine()
+    first = engine.add_request(requests()[4])
+    events = [event for _ in range(3) for event in engine.step()]
+    second = engine.add_request(requests()[2])
+    while step := engine.step():
+        events += step
+    for request_id, index in ((first, 4), (second, 2)):
+        tokens = [event.token_id for event in events if event.request_id == request_id]
+        assert tokens == greedy(prompts()[index], NEW)[0]
+
+
+def test_pages_are_taken_one_by_one():
+    engine = shared_engine()
+    engine.add_request(pj.Request(prompts()[2], max_tokens=12))  # 4 tokens: one page of 4
+    live = []
+    while engine.step():
+        live.append(39 - int(engine._pool.num_free))
+    assert live == [1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 0]  # the last step has released them
+
+
+def test_stats():
+    engine = make_engine()
+    engine.generate([pj.Request(prompts()[2], max_tokens=4), pj.Request(prompts()[3], max_tokens=4)])
+    stats = engine.stats
+    assert (stats.prefill_tokens, stats.decode_tokens) == (9, 6)
+    assert (stats.peak_pages, stats.peak_seqs) == (4, 2)
+    tokens, pages = (4 + 5, 5 + 6, 6 + 7, 7 + 8), (3, 4, 4, 4)
+    assert stats.internal_waste == pytest.approx(1 - sum(tokens) / (4 * sum(pages)))
+    assert stats.prefill_seconds > 0
+    assert stats.decode_seconds > 0
+
+
+def test_on_token_gives_every_token_in_order():
+    seen = {index: [] for index in range(6)}
+    answers = shared_engine().generate(requests(), on_token=lambda index, event: seen[index].append(event))
+    for index, answer in enumerate(answers):
+        assert [event.token_id for event in seen[index]] == answer.token_ids
+        assert [event.finish_reason for event in seen[index]] == [None] * (NEW - 1) + ["length"]
+
+
+def test_bare_prompts_stand_for_requests():
+    (answer,) = make_engine(max_model_len=8).generate([[1, 2, 3]])
+    assert answer.token_ids == greedy((1, 2, 3), 5)[0]  # as many as the context holds
+
+
+class Letters:
+    """Token i is the letter a + i; token 3 ends an answer."""
+
+    eos_ids = frozenset({3})
+
+    def encode(self, text):
+        return [ord(letter) - ord("a") for letter in text]
+
+    def decode(self, token_ids):
+        return "".join(chr(ord("a") + token) for token in token_ids)
+
+    def stream(self):
+        return self
+
+    def push(self, token_id):
+        return self.decode([token_id])
+
+    def finish(self):
+        return ""
+
+
+def test_end_token_stops_the_answer_and_is_not_text():
+    stopping = None
+    for prompt in itertools.product(range(20), repeat=2):
+        expected, gap = greedy(prompt, 6)
+        if 3 in expected[1:5] and gap > MIN_GAP:
+            stopping = prompt, expected[: expected.index(3) + 1]
+            break
+    assert stopping is not None
+    prompt, expected = stopping
+    engine = make_engine(tokenizer=Letters())
+    text = Letters().decode(prompt)
+    events = []
+    stopped, ignoring = engine.generate(
+        [pj.Request(text, max_tokens=6), pj.Request(text, max_tokens=6, ignore_eos=True)],
+        on_token=lambda index, event: events.append((index, event)),
+    )
+    assert stopped.token_ids == expected
+    assert stopped.finish_reason == "stop"
+    assert stopped.text == Letters().decode(expected[:-1])
+    assert "".join(event.text for index, event in events if index == 0) == stopped.text
+    assert ignoring.token_ids == greedy(prompt, 6)[0]
+    assert ignoring.finish_reason == "length"
+    assert_all_free(engine)
+
+
+class FailingModel(TinyModel):
+    """Raises when it is traced for the n-th time."""
+
+    def __init__(self, fails_at):
+        self.traces = 0
+        self.fails_at = fails_at
+
+    def __call__(self, *args):
+        self.traces += 1
+        if self.traces == self.fails_at:
+            raise RuntimeError("the model broke")
+        return super().__call__(*args)
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_a_step_that_raises_loses_no_request(fails_at):
+    engine = Engine(FailingModel(fails_at), tiny_params(), tiny_layout(), None, config())
+    ids = [engine.add_request(request) for request in requests()]
+    events = []
+    for step in range(1, 40):
+        if step == fails_at:
+            with pytest.raises(RuntimeError, match="the model broke"):
+                engine.step()
+            assert_all_free(engine)
+        events += engine.step()
+    for request_id, prompt in zip(ids, prompts(), strict=True):
+        tokens = [event.token_id for event in events if event.request_id == request_id]
+        assert tokens == greedy(prompt, NEW)[0]
+    assert_all_free(engine)
+
+
+def test_after_warm_up_nothing_compiles():
+    engine = make_engine(max_seqs=12)
+    engine.warm_up()
+    compiled = engine._steps.num_compilations
+    assert_greedy(engine.generate(requests()))
+    engine.generate([pj.Request(prompts()[0], max_tokens=20)])
+    assert engine._steps.num_compilations == compiled
+    assert engine.stats.num_compilations == compiled
+
+
+def test_warm_up_changes_no_answer():
+    engine = make_engine()
+    engine.warm_up()
+    assert_greedy(engine.generate(requests()))
+    assert_all_free(engine)
+
+
+def test_steady_decoding_traces_the_model_once_for_each_shape():
+    model = FailingModel(fails_at=-1)
+    engine = Engine(model, tiny_params(), tiny_layout(), None, config())
+    engine.generate([pj.Request(prompts()[1], max_tokens=40)])
+    assert model.traces == 2  # one prefill shape, one decode shape
+    engine.generate([pj.Request(prompts()[1], max_tokens=30), pj.Request(prompts()[3], max_tokens=40)])
+    assert model.traces == 2
+
+
+def test_named_implementation_is_used_and_said():
+    assert make_engine(implementation="reference").implementation == "reference (asked for)"
+    assert make_engine().implementation == f"xla (default on {jax.default_backend()})"
+    assert_greedy(make_engine(implementation="reference").generate(requests()))
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "message"),
+    [
+        (pj.Request([]), ValueError, "the prompt is empty; give at least one token"),
+        (pj.Request("text"), ValueError, "the engine has no tokenizer; give token ids"),
+        (pj.Request([1], max_tokens=0), ValueError, "max_tokens must be at least 1, got 0"),
+        (pj.Request([1] * 52, max_tokens=1), pj.RequestTooLongError, "has 52 tokens, but at most 51 fit"),
+        (pj.Request([1] * 50, max_tokens=9), pj.RequestTooLongError, "lower max_tokens to at most 2"),
+    ],
+)
+def test_a_request_that_cannot_run_is_refused_before_any_other_runs(request_, error, message):
+    engine = small_engine()  # its pool holds 52 tokens
+    with pytest.raises(error, match=message):
+        engine.generate([requests()[0], request_])
+    assert engine.step() == []
+    with pytest.raises(error, match=message):
+        engine.add_request(request_)
+    assert_greedy(engine.generate(requests()))
+
+
+def test_the_context_cuts_an_answer():
+    engine = make_engine(max_model_len=20)
+    (answer,) = engine.generate([pj.Request(prompts()[4], max_tokens=NEW)])
+    assert answer.token_ids == greedy(prompts()[4], 3)[0]
+    with pytest.raises(pj.RequestTooLongError, match="has 20 tokens, but at most 19 fit"):
+        engine.generate([[1] * 20])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_seqs": 0}, "max_seqs must be at least 1, got 0"),
+        ({"max_model_len": 0}, "max_model_len must be at least 1, got 0"),
+        ({"max_tokens_per_step": 3}, "max_tokens_per_step must be at least max_seqs = 4"),
+        ({"memory_utilization": 0.0}, r"memory_utilization must be in \(0, 1\], got 0.0"),
+        ({"memory_utilization": 1.1}, r"memory_utilization must be in \(0, 1\], got 1.1"),
+        ({"implementation": "triton"}, "implementation must be one of xla, reference or None, got 'triton'"),
+    ],
+)
+def test_config_is_checked(changes, message):
+    with pytest.raises(ValueError, match=message):
+        config(**changes)
+
+
+def test_shapes_are_few():
+    assert config(max_seqs=32, max_tokens_per_step=512).decode_sizes == (1, 8, 32)
+    assert config(max_seqs=3).decode_sizes == (3,)
+    assert config(max_tokens_per_step=100).prefill_sizes == (16, 32, 64, 100)
+    assert config(max_seqs=1, max_tokens_per_step=4).prefill_sizes == (4,)
+
+
+def sequence(request_id, prompt_len, max_len):
+    return SequenceState(request_id, [1] * prompt_len, prompt_len, max_len, ignore_eos=True)
+
+
+def test_scheduler_serves_first_come_first():
+    scheduler = Scheduler(config(max_seqs=4, max_tokens_per_step=8), tiny_layout())
+    for request_id, length in enumerate((6, 5, 1)):
+        scheduler.add(sequence(request_id, length, 20))
+    plan = scheduler.plan()
+    assert [(seq.request_id, count) for seq, count in plan.counts] == [(0, 6), (1, 1), (2, 1)]
+    assert plan.is_prefill
+    assert plan.num_tokens == 8
+
+
+def test_scheduler_reserves_what_a_sequence_may_need():
+    scheduler = Scheduler(config(), tiny_layout(num_pages=11))  # 10 pages of 4
+    scheduler.add(sequence(0, 2, 25))  # keeps up to 24 tokens: 6 pages
+    scheduler.add(sequence(1, 2, 18))  # 17 tokens: 5 pages, too many beside the first
+    scheduler.add(sequence(2, 1, 2))
+    assert [seq.request_id for seq, _ in scheduler.plan().counts] == [0]  # nobody overtakes
+    scheduler.finish(scheduler.running[0])
+    assert [seq.request_id for seq, _ in scheduler.plan().counts] == [1, 2]
+
+
+def test_nothing_to_do():
+    assert Scheduler(config(), tiny_layout()).plan() is None
+    assert make_engine().step() == []

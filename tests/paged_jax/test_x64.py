@@ -1,0 +1,17 @@
+"""The core tests once more, in a process where JAX makes 64-bit integers of sums and aranges."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+FILES = ("test_page_pool.py", "test_block_tables.py", "test_cache.py")
+
+
+def test_core_tests_pass_in_x64_mode() -> None:
+    here = Path(__file__).parent
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(here / file) for file in FILES)]
+    environment = os.environ | {"JAX_ENABLE_X64": "1"}
+    done = subprocess.run(command, cwd=here.parents[1], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout

@@ -1,0 +1,32 @@
+"""The README's Python runs as written, and prints what it says."""
+
+import re
+from pathlib import Path
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_core(capsys):
+    core, _ = blocks("python")
+    (printed,) = blocks("text")
+    exec(compile(core, "README core", "exec"), {"__name__": "readme"})
+    assert capsys.readouterr().out == printed
+
+
+def test_engine(capsys):
+    _, engine = blocks("python")
+    namespace = {"__name__": "readme"}
+    exec(compile(engine, "README engine", "exec"), namespace)
+    first, second = namespace["first"], namespace["second"]
+    assert first.text.startswith(" Paris")
+    assert second.text.startswith(" 5, 6")
+    assert first.text in capsys.readouterr().out
+
+
+def test_commands_name_files_that_exist():
+    for script in set(re.findall(r"scripts/\w+\.py|tests/\w+/\w+\.py", README)):
+        assert (Path(__file__).parents[1] / script).is_file(), script

@@ -1,0 +1,169 @@
+"""SmolLM2-135M from paged memory against Hugging Face transformers' recorded tokens and logits, in float32.
+
+tests/data/record_transformers.py made the records; its docstring says how. With `-m torch` the comparison is live.
+"""
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import paged_jax as pj
+from models import registry
+from models.transformer import functional
+
+DATA = Path(__file__).parent / "data"
+RECORD = json.loads((DATA / "smollm2_greedy.json").read_text(encoding="utf-8"))["prompts"]
+NEW = 64
+MAX_LEN = 2048
+LOGITS_ATOL = 1e-3
+"""Logits are about 30; two float32 implementations that sum in different orders over 30 layers differ by some 1e-4."""
+
+
+@cache
+def checkpoint():
+    return registry.load("smollm2-135m")
+
+
+@cache
+def model():
+    return functional(checkpoint().config)
+
+
+def requests():
+    return [pj.Request(prompt["prompt"], max_tokens=NEW, ignore_eos=True) for prompt in RECORD]
+
+
+def make_engine(max_seqs):
+    config = pj.EngineConfig(max_seqs=max_seqs, max_model_len=MAX_LEN)
+    layout = model().kv_layout(num_pages=400, page_size=16)
+    return pj.Engine(model(), checkpoint().params, layout, checkpoint().tokenizer, config)
+
+
+def assert_recorded(answers):
+    """Tokens must be equal wherever transformers' top two logits are further apart than both sides' error."""
+    near_ties = sum(gap <= 2 * LOGITS_ATOL for prompt in RECORD for gap in prompt["gaps"])
+    assert near_ties == 0, "record other prompts: a near tie says nothing"
+    for prompt, answer in zip(RECORD, answers, strict=True):
+        assert answer.prompt_token_ids == prompt["prompt_ids"], prompt["name"]
+        assert answer.token_ids == prompt["new_ids"], prompt["name"]
+        assert answer.text == checkpoint().tokenizer.decode(prompt["new_ids"])
+
+
+def test_records_are_varied():
+    lengths = [len(prompt["prompt_ids"]) for prompt in RECORD]
+    assert len(RECORD) >= 12
+    assert {1, 15, 16, 17, 1500} <= set(lengths)
+    assert all(len(prompt["new_ids"]) == NEW for prompt in RECORD)
+
+
+def test_greedy_text_in_one_batch():
+    engine = make_engine(max_seqs=len(RECORD))
+    pieces = [""] * len(RECORD)
+
+    def collect(index, event):
+        pieces[index] += event.text
+
+    answers = engine.generate(requests(), on_token=collect)
+    assert_recorded(answers)
+    assert pieces == [answer.text for answer in answers]
+    # One program for each shape: nothing is compiled twice, nothing for a single step.
+    assert engine.stats.num_compilations <= 2 * (len(engine.config.decode_sizes) + len(engine.config.prefill_sizes)) + 1
+
+
+def test_greedy_text_one_by_one():
+    engine = make_engine(max_seqs=1)
+    assert_recorded([answer for request in requests() for answer in engine.generate([request])])
+
+
+def test_logits():
+    """All prompts at once: prompts in ragged chunks, then 63 decode steps that are fed the recorded tokens."""
+    recorded = np.load(DATA / "smollm2_logits.npz")
+    ids, expected = jnp.asarray(recorded["ids"]), recorded["logits"]
+    num_seqs, chunk = len(RECORD), 512
+    layout = model().kv_layout(num_pages=400, page_size=16)
+    append = jax.jit(pj.append, static_argnames="num_tokens", donate_argnums=0)
+    append_decode = jax.jit(pj.append_decode, donate_argnums=0)
+
+    @jax.jit
+    def wanted_logits(params, hidden, rows, wanted):
+        return jnp.take_along_axis(model().logits(params, hidden[rows]), wanted, axis=1)
+
+    def step(cache, batch, token_ids):
+        hidden, kv = run(checkpoint().params, jnp.asarray(token_ids, jnp.int32), batch, cache.kv)
+        return replace(cache, kv=kv), hidden
+
+    run = jax.jit(model(), donate_argnums=3)
+    cache = pj.PagedCache.create(layout, max_seqs=num_seqs, pages_per_seq=MAX_LEN // 16)
+    cache = replace(cache, kv=replace(cache.kv, pages=jnp.full_like(cache.kv.pages, jnp.nan)))
+    got = np.full(expected.shape, np.nan, np.float32)
+    prompts = [prompt["prompt_ids"] for prompt in RECORD]
+    done = [0] * num_seqs
+    while any(d < len(p) for d, p in zip(done, prompts, strict=True)):
+        budget, counts = chunk, []
+        for d, p in zip(done, prompts, strict=True):
+            counts.append(min(len(p) - d, budget))
+            budget -= counts[-1]
+        cache, batch, ok = append(cache, jnp.asarray(counts, jnp.int32), num_tokens=chunk)
+        assert ok
+        packed = np.concatenate([p[d : d + c] for d, p, c in zip(done, prompts, counts, strict=True)])
+        cache, hidden = step(cache, batch, np.pad(packed, (0, chunk - len(packed))))
+        done = [d + c for d, c in zip(done, counts, strict=True)]
+        rows = np.asarray(wanted_logits(checkpoint().params, hidden, batch.logit_rows, ids[:, 0]))
+        for s, count in enumerate(counts):
+            if count and done[s] == len(prompts[s]):
+                got[s, 0] = rows[s]
+    for position in range(1, NEW):
+        fed = [prompt["new_ids"][position - 1] for prompt in RECORD]
+        cache, batch, ok = append_decode(cache, jnp.ones(num_seqs, bool))
+        assert ok
+        cache, hidden = step(cache, batch, fed)
+        got[:, position] = wanted_logits(checkpoint().params, hidden, batch.logit_rows, ids[:, position])
+    np.testing.assert_allclose(got, expected, rtol=0, atol=LOGITS_ATOL)
+
+
+@pytest.mark.torch
+def test_live_logits(tmp_path):
+    """Every logit of every position of a prompt, from transformers on the same weights."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    c = checkpoint().config
+    reference = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
+            num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads,
+            head_dim=c.head_dim, max_position_embeddings=c.max_model_len, rms_norm_eps=c.rms_norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta}, tie_word_embeddings=True,
+        )
+    ).eval()  # fmt: skip
+    names = {
+        "attn_norm": "input_layernorm", "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj",
+        "o": "self_attn.o_proj", "mlp_norm": "post_attention_layernorm", "gate": "mlp.gate_proj", "up": "mlp.up_proj",
+        "down": "mlp.down_proj",
+    }  # fmt: skip
+    params = jax.tree.map(lambda x: torch.from_numpy(np.array(x)), checkpoint().params)
+    state = {"model.embed_tokens.weight": params["embed"], "model.norm.weight": params["final_norm"]}
+    for index, layer in enumerate(params["layers"]):
+        state |= {f"model.layers.{index}.{names[key]}.weight": value for key, value in layer.items()}
+    state["lm_head.weight"] = params["embed"]
+    reference.load_state_dict(state)
+    for prompt in RECORD[:6]:
+        token_ids = prompt["prompt_ids"] + prompt["new_ids"]
+        with torch.no_grad():
+            expected = reference(torch.tensor([token_ids])).logits[0].numpy()
+        layout = model().kv_layout(num_pages=layout_pages(len(token_ids)), page_size=16)
+        cache = pj.PagedCache.create(layout, max_seqs=1, pages_per_seq=layout.num_pages - 1)
+        cache, batch, ok = pj.append(cache, jnp.asarray([len(token_ids)], jnp.int32), num_tokens=len(token_ids))
+        assert ok
+        params_ = checkpoint().params
+        hidden, _ = jax.jit(model())(params_, jnp.asarray(token_ids, jnp.int32), batch, cache.kv)
+        np.testing.assert_allclose(model().logits(params_, hidden), expected, rtol=0, atol=LOGITS_ATOL)
+
+
+def layout_pages(num_tokens):
+    return -(-num_tokens // 16) + 1
