@@ -39,8 +39,8 @@ def requests():
     return [pj.Request(prompt["prompt"], max_tokens=NEW, ignore_eos=True) for prompt in RECORD]
 
 
-def make_engine(max_seqs):
-    config = pj.EngineConfig(max_seqs=max_seqs, max_model_len=MAX_LEN)
+def make_engine(max_seqs, **changes):
+    config = pj.EngineConfig(max_seqs=max_seqs, max_model_len=MAX_LEN, **changes)
     layout = model().kv_layout(num_pages=400, page_size=16)
     return pj.Engine(model(), checkpoint().params, layout, checkpoint().tokenizer, config)
 
@@ -77,7 +77,7 @@ def test_greedy_text_in_one_batch():
 
 
 def test_greedy_text_one_by_one():
-    engine = make_engine(max_seqs=1)
+    engine = make_engine(max_seqs=1, max_tokens_per_step=64)
     assert_recorded([answer for request in requests() for answer in engine.generate([request])])
 
 

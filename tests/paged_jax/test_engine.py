@@ -18,7 +18,7 @@ MIN_GAP = 1e-3
 
 
 def config(**changes):
-    return pj.EngineConfig(**({"max_seqs": 4, "max_model_len": 64, "max_tokens_per_step": 32} | changes))
+    return pj.EngineConfig(**({"max_seqs": 4, "max_model_len": 64, "max_tokens_per_step": 16} | changes))
 
 
 @cache
@@ -61,7 +61,7 @@ def assert_all_free(engine):
     assert not np.asarray(engine._tables.page_ids).any()
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_greedy_answers_for_every_page_size(page_size):
     engine = make_engine(tiny_layout(num_pages=1 + 4 * (64 // page_size), page_size=page_size))
     assert_greedy(engine.generate(requests()))
@@ -70,7 +70,7 @@ def test_greedy_answers_for_every_page_size(page_size):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"max_seqs": 1}, {"max_seqs": 12}, {"max_tokens_per_step": 4}, {"max_tokens_per_step": 256}],
+    [{"max_seqs": 1}, {"max_tokens_per_step": 4}, {"max_tokens_per_step": 128}],
     ids=str,
 )
 def test_batch_and_chunks_change_nothing(changes):
@@ -208,7 +208,7 @@ def test_a_step_that_raises_loses_no_request(fails_at):
 
 
 def test_after_warm_up_nothing_compiles():
-    engine = make_engine(max_seqs=12)
+    engine = make_engine(max_seqs=12)  # three decode shapes
     engine.warm_up()
     compiled = engine._steps.num_compilations
     assert_greedy(engine.generate(requests()))

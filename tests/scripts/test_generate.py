@@ -1,0 +1,193 @@
+"""The command line of scripts/generate.py, with a tiny checkpoint; one run with the default weights."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import paged_jax as pj
+from scripts import generate
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = ["hello", "h", "{x: 1}\n", "llama"]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory, make_tiny):
+    return str(make_tiny().write_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf"))
+
+
+@pytest.fixture
+def run(capsys, model_path):
+    """Runs the command with the tiny model; gives (exit status, stdout, stderr)."""
+
+    def call(*args, model=model_path):
+        try:
+            status = generate.main(["--model", model, *map(str, args)])
+        except SystemExit as stopped:  # argparse
+            status = stopped.code
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+def prompt_arguments():
+    return [part for prompt in PROMPTS for part in ("--prompt", prompt)]
+
+
+def test_output_file(run, tmp_path):
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": prompt, "id": 7}) + "\n\n" for prompt in PROMPTS))
+    status, out, err = run("--prompts", prompts, "--output", output, "--max-tokens", 5, "--ignore-eos", "--max-seqs", 2)
+    assert status == 0
+    assert "loading" in err
+    records = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    assert [list(record) for record in records] == [
+        ["index", "prompt", "text", "token_ids", "prompt_tokens", "finish_reason"]
+    ] * 4
+    assert [record["index"] for record in records] == [0, 1, 2, 3]
+    assert [record["prompt"] for record in records] == PROMPTS
+    assert [record["prompt_tokens"] for record in records] == [2, 1, 7, 4]
+    assert all(len(record["token_ids"]) == 5 and record["finish_reason"] == "length" for record in records)
+    for row in ("prefill", "decode", "pages live at the peak", "internal waste", "contiguous cache", "compilations"):
+        assert row in out
+    assert records[0]["text"] not in out
+
+    status, out, err = run("--prompts", prompts, "--output", output, "--max-tokens", 5, "--ignore-eos", "--quiet")
+    assert (status, out, err) == (0, "", "")
+    assert [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()] == records
+
+
+def test_stream(run):
+    status, out, _ = run(*prompt_arguments(), "--max-tokens", 5, "--page-size", 4, "--num-pages", 40)
+    assert status == 0
+    places = [out.index(f"[{i}] {prompt}") for i, prompt in enumerate(PROMPTS, start=1)]
+    assert places == sorted(places)
+    assert "of 39 (4 tokens each)" in out
+    quiet = run(*prompt_arguments(), "--max-tokens", 5, "--quiet")[1]
+    assert out.startswith(quiet)
+    assert "prefill" not in quiet
+
+
+def test_display_streams_the_first_unfinished_answer(capsys):
+    display = generate.Display(["A", "B", "C"])
+
+    def shown(index, text, reason=None):
+        display(index, pj.TokenEvent(index, 0, text, reason))
+        return capsys.readouterr().out
+
+    assert shown(1, "b1") == "\n[1] A"
+    assert shown(0, "a1") == "a1"
+    assert shown(2, "c1", "stop") == ""
+    assert shown(0, "a2", "length") == "a2\n\n[2] Bb1"
+    assert shown(1, "b2", "length") == "b2\n\n[3] Cc1\n"
+    display.close()
+    assert capsys.readouterr().out == ""
+
+
+def test_chat_puts_prompts_into_the_template(run, tmp_path):
+    output = tmp_path / "out.jsonl"
+    assert run("--chat", "--prompt", "hello", "--max-tokens", 1, "--output", output)[0] == 0
+    (record,) = map(json.loads, output.read_text().splitlines())
+    assert record["prompt"] == "hello"
+    assert record["prompt_tokens"] == len("<s>") - 2 + len("[user] ") + 2 + 1 + len("[assistant]")
+
+
+def test_dtype_and_folder(run, tmp_path, make_tiny):
+    folder = make_tiny().write_folder(tmp_path / "folder")
+    for dtype in ("float32", "bfloat16"):
+        status, out, _ = run("--prompt", "hello", "--max-tokens", 2, "--dtype", dtype, model=str(folder))
+        assert status == 0
+        assert "decode" in out
+
+
+def test_implementation_is_named(run):
+    assert "reference (asked for)" in run("--prompt", "h", "--max-tokens", 2, "--implementation", "reference")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "nowhere.gguf"], "cannot load 'nowhere.gguf'"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "h" * 200], "the prompt has 200 tokens, but at most 127 fit"),
+        (["--prompt", "hello", "--num-pages", "1"], "num_pages must be at least 2"),
+        (["--prompt", "hello", "--num-pages", "2", "--page-size", "1"], "the prompt has 2 tokens, but at most 0 fit"),
+        (["--prompt", "hello", "--page-size", "0"], "page_size must be at least 1, got 0"),
+        (["--prompt", "hello", "--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
+        (["--prompt", "hello", "--max-seqs", "0"], "max_seqs must be at least 1, got 0"),
+        (["--prompt", "hello", "--memory-utilization", "1.5"], r"memory_utilization must be in (0, 1], got 1.5"),
+        (["--prompt", "hello", "--temperature", "0.5"], "--temperature accepts only 0 (greedy) for now, got 0.5"),
+        (["--prompts", "nowhere.jsonl"], "cannot read nowhere.jsonl"),
+        (["--prompt", "hello", "--output", "no/such/folder/out.jsonl"], "No such file or directory"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(run, arguments, message):
+    status, out, err = run(*arguments)
+    lines = [line for line in err.splitlines() if not line.startswith("loading")]
+    assert status == 2
+    assert out == ""
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    assert message in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"prompt": "a"}\n{"prompt": ', "line 2: not JSON"),
+        ('\n["a"]\n', 'line 2: must be {"prompt": "..."}'),
+        ('{"prompt": 3}\n', 'line 1: must be {"prompt": "..."}'),
+        ("\n", "holds no prompt"),
+    ],
+)
+def test_bad_prompt_files(run, tmp_path, content, message):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(content)
+    status, _, err = run("--prompts", path)
+    assert status == 2
+    assert message in err
+
+
+def test_unknown_choices_are_refused_by_the_parser(run):
+    for arguments in (["--dtype", "int4"], ["--implementation", "triton"], ["--prompt", "a", "--prompts", "b"]):
+        assert run(*arguments)[0] == 2
+
+
+def test_interrupted_run_ends_cleanly(run, monkeypatch):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pj.Engine, "generate", interrupt)
+    status, out, err = run("--prompt", "hello")
+    assert status == 130
+    assert err.endswith("interrupted\n")
+    assert "Traceback" not in err
+    assert out == ""
+
+
+def test_default_run_shows_text_and_ctrl_c_stops_it():
+    """The README's command on the real weights, stopped as a user would."""
+    process = subprocess.Popen(
+        [sys.executable, "-u", "scripts/generate.py", "--max-tokens", "2000"],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": ""},
+    )  # fmt: skip
+    assert process.stdout is not None
+    seen = ""
+    started = time.monotonic()
+    while "[1] The three primary colours are" not in seen or len(seen) < 60:
+        seen += process.stdout.read(1)
+        assert time.monotonic() - started < 200
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert err.endswith("interrupted\n")
+    assert np.all([line not in seen + out for line in ("decode ", "compilations")])
