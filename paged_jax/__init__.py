@@ -26,10 +26,11 @@ from paged_jax.cache import (
     usage,
 )
 from paged_jax.config import EngineConfig
-from paged_jax.engine import Completion, Engine, Request, TokenEvent
+from paged_jax.engine import Engine
 from paged_jax.errors import MemoryBudgetError, MissingBackendError, RequestTooLongError
 from paged_jax.layout import NULL_PAGE, KVLayout
 from paged_jax.page_pool import PagePool
+from paged_jax.request import Completion, Request, TokenEvent
 
 __all__ = [
     "NULL_PAGE",

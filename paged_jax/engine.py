@@ -4,7 +4,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,93 +18,10 @@ from paged_jax.config import EngineConfig
 from paged_jax.errors import MissingBackendError, RequestTooLongError
 from paged_jax.layout import KVLayout
 from paged_jax.page_pool import PagePool
+from paged_jax.request import Completion, Request, TokenEvent, Tokenizer, TokenStream
 from paged_jax.scheduler import Scheduler, SequenceState, StepPlan
 from paged_jax.stats import EngineStats
 from paged_jax.steps import Model, Steps
-
-
-@runtime_checkable
-class TokenStream(Protocol):
-    """Turns the tokens of one answer into text, piece by piece."""
-
-    def push(self, token_id: int) -> str:
-        """The text that this token completes; may be empty."""
-        ...
-
-    def finish(self) -> str:
-        """What is left."""
-        ...
-
-
-@runtime_checkable
-class Tokenizer(Protocol):
-    """What an engine needs of a tokenizer."""
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """Tokens that end an answer."""
-        ...
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text."""
-        ...
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids."""
-        ...
-
-    def stream(self) -> TokenStream:
-        """A decoder for one answer."""
-        ...
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to continue.
-
-    Attributes:
-      prompt: text (which needs a tokenizer) or token ids; at least one token.
-      max_tokens: tokens to generate at most; None for as many as the context and the pool hold.
-      ignore_eos: go on after an end token.
-    """
-
-    prompt: str | Sequence[int]
-    max_tokens: int | None = None
-    ignore_eos: bool = False
-
-
-@dataclass(frozen=True)
-class TokenEvent:
-    """One new token.
-
-    Attributes:
-      request_id: whose it is, as `Engine.add_request` gave it.
-      token_id: the token.
-      text: the text it completes; empty without a tokenizer, inside a character, and for an end token.
-      finish_reason: None while the answer goes on; "stop" at an end token, "length" at the limit.
-    """
-
-    request_id: int
-    token_id: int
-    text: str
-    finish_reason: str | None
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A finished answer.
-
-    Attributes:
-      prompt_token_ids: the prompt.
-      token_ids: the answer, its end token included.
-      text: the answer as text, "" without a tokenizer.
-      finish_reason: "stop" or "length".
-    """
-
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str
-    finish_reason: str
 
 
 @dataclass(eq=False)
@@ -173,18 +90,7 @@ class Engine:
           ValueError: the prompt is empty or is text without a tokenizer, or max_tokens is below 1.
           RequestTooLongError: the prompt leaves no room for a token, or max_tokens can never fit the pool.
         """
-        tokens = self._prompt_tokens(request)
-        request_id = next(self._ids)
-        sequence = SequenceState(
-            request_id=request_id,
-            tokens=tokens,
-            prompt_len=len(tokens),
-            max_len=self._max_len(len(tokens), request.max_tokens),
-            ignore_eos=request.ignore_eos,
-        )
-        self._answers[request_id] = _Answer(sequence, self._tokenizer.stream() if self._tokenizer else None)
-        self._scheduler.add(sequence)
-        return request_id
+        return self._enqueue(self._checked(request))
 
     def step(self) -> list[TokenEvent]:
         """Computes one step and returns the tokens it made; nothing when no request is left.
@@ -224,10 +130,8 @@ class Engine:
         Raises:
           ValueError, RequestTooLongError: a request is refused (see `add_request`); none has run.
         """
-        checked = [request if isinstance(request, Request) else Request(request) for request in requests]
-        for request in checked:
-            self._max_len(len(self._prompt_tokens(request)), request.max_tokens)
-        index = {self.add_request(request): i for i, request in enumerate(checked)}
+        checked = [self._checked(request if isinstance(request, Request) else Request(request)) for request in requests]
+        index = {self._enqueue(sequence): i for i, sequence in enumerate(checked)}
         answers = {i: self._answers[request_id] for request_id, i in index.items()}
         while any(answer.sequence.finish_reason is None for answer in answers.values()):
             for event in self.step():
@@ -244,6 +148,16 @@ class Engine:
             _, _, batch, _, _ = self._append(counts, num_tokens, longest)
             self._compute(np.zeros(num_tokens, np.int32), batch, np.zeros(rows, np.int32))
         self._release(np.zeros(self.config.max_seqs, bool))
+
+    def _checked(self, request: Request) -> SequenceState:
+        tokens = self._prompt_tokens(request)
+        max_len = self._max_len(len(tokens), request.max_tokens)
+        return SequenceState(next(self._ids), tokens, len(tokens), max_len, request.ignore_eos)
+
+    def _enqueue(self, sequence: SequenceState) -> int:
+        self._answers[sequence.request_id] = _Answer(sequence, self._tokenizer.stream() if self._tokenizer else None)
+        self._scheduler.add(sequence)
+        return sequence.request_id
 
     def _prompt_tokens(self, request: Request) -> list[int]:
         prompt = request.prompt
