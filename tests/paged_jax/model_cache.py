@@ -147,8 +147,8 @@ def check_pool(pool: PagePool, tables: BlockTables, *, page_size: int, held: Ite
     assert {array.dtype for array in (*pool, *tables)} == {np.dtype(np.int32)}
     (page_ids, lens), (free_stack, num_free, ref_counts) = jax.device_get((tables, pool))
     owned = np.arange(page_ids.shape[1]) < -(-lens // page_size)[:, None]
-    assert (page_ids[~owned] == 0).all(), "an entry past a sequence's end is not the null page"
-    assert (page_ids[owned] > 0).all(), "a sequence owns the null page"
+    assert not page_ids[~owned].any(), "an entry past a sequence's end is not the null page"
+    assert page_ids[owned].all(), "a sequence owns the null page"
     references = np.bincount([*page_ids[owned], *held], minlength=pool.num_pages)
     np.testing.assert_array_equal(ref_counts, references)
     free = np.sort(free_stack[:num_free])

@@ -16,11 +16,13 @@ from tests.pallas_kernels.cases import CONTRACT
 unchecked_attention: Callable[..., Any] = inspect.unwrap(paged_attention)
 unchecked_write: Callable[..., Any] = inspect.unwrap(write_kv)
 
+INT, F32 = jnp.int32, jnp.float32
+
 
 def attention_arguments() -> dict[str, Any]:
     return {
-        "q": jnp.ones((3, 4, 8)),
-        "kv_pages": jnp.ones((6, 2, 2 * 2 * 8)),
+        "q": jnp.ones((3, 4, 8), F32),
+        "kv_pages": jnp.ones((6, 2, 2 * 2 * 8), F32),
         "block_tables": jnp.ones((2, 3), jnp.int32),
         "seq_lens": jnp.array([4, 2], jnp.int32),
         "cu_query_lens": jnp.array([0, 1, 3], jnp.int32),
@@ -33,29 +35,28 @@ def attention_arguments() -> dict[str, Any]:
 
 def write_arguments() -> dict[str, Any]:
     return {
-        "kv_pages": jnp.ones((6, 2, 2 * 2 * 8)),
-        "k": jnp.ones((3, 2, 8)),
-        "v": jnp.ones((3, 2, 8)),
+        "kv_pages": jnp.ones((6, 2, 2 * 2 * 8), F32),
+        "k": jnp.ones((3, 2, 8), F32),
+        "v": jnp.ones((3, 2, 8), F32),
         "slot_mapping": jnp.array([2, 3, -1], jnp.int32),
         "row_offset": 0,
     }
 
 
-INT = jnp.int32
 ATTENTION_ERRORS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "rank of q": ({"q": jnp.ones((3, 32))}, ("q ", "3 axes", "[num_tokens, num_heads, head_dim]", "[3, 32]")),
-    "rank of pool": ({"kv_pages": jnp.ones((6, 64))}, ("kv_pages ", "3 axes", "page_size", "[6, 64]")),
+    "rank of q": ({"q": jnp.ones((3, 32), F32)}, ("q ", "3 axes", "[num_tokens, num_heads, head_dim]", "[3, 32]")),
+    "rank of pool": ({"kv_pages": jnp.ones((6, 64), F32)}, ("kv_pages ", "3 axes", "page_size", "[6, 64]")),
     "rank of tables": ({"block_tables": jnp.ones((6,), INT)}, ("block_tables ", "2 axes", "pages_per_seq", "[6]")),
     "rank of lengths": ({"seq_lens": jnp.ones((2, 1), INT)}, ("seq_lens ", "1 axes", "[num_seqs]", "[2, 1]")),
     "rank of queries": ({"cu_query_lens": jnp.ones((3, 1), INT)}, ("cu_query_lens ", "1 axes", "[3, 1]")),
     "no KV heads": ({"num_kv_heads": 0}, ("num_kv_heads ", "divide", "num_heads = 4", "got 0")),
     "negative KV heads": ({"num_kv_heads": -2}, ("num_kv_heads ", "divide", "got -2")),
     "KV heads that do not divide": ({"num_kv_heads": 3}, ("num_kv_heads ", "divide", "num_heads = 4", "got 3")),
-    "lanes": ({"kv_pages": jnp.ones((6, 2, 16))}, ("kv_pages' last axis", "2 * 2 * 8 = 32", "got 16")),
+    "lanes": ({"kv_pages": jnp.ones((6, 2, 16), F32)}, ("kv_pages' last axis", "2 * 2 * 8 = 32", "got 16")),
     "lanes of other heads": ({"num_kv_heads": 4}, ("kv_pages' last axis", "4 * 2 * 8 = 64", "got 32")),
     "fewer lengths": ({"seq_lens": jnp.ones(1, INT)}, ("seq_lens ", "[2]", "block_tables", "got [1]")),
     "fewer queries": ({"cu_query_lens": jnp.ones(2, INT)}, ("cu_query_lens ", "[3]", "num_seqs + 1", "got [2]")),
-    "dtype of tables": ({"block_tables": jnp.ones((2, 3))}, ("block_tables ", "int32", "float32", "astype")),
+    "dtype of tables": ({"block_tables": jnp.ones((2, 3), F32)}, ("block_tables ", "int32", "float32", "astype")),
     "dtype of lengths": ({"seq_lens": jnp.ones(2, jnp.int16)}, ("seq_lens ", "int32", "int16", "astype")),
     "dtype of queries": ({"cu_query_lens": jnp.ones(3, jnp.uint32)}, ("cu_query_lens ", "int32", "uint32")),
     "dtype of q": ({"q": jnp.ones((3, 4, 8), INT)}, ("q ", "floating-point", "int32")),
@@ -67,13 +68,13 @@ ATTENTION_ERRORS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "implementation": ({"implementation": "cuda"}, ("implementation ", *map(repr, IMPLEMENTATIONS), "None", "'cuda'")),
 }
 WRITE_ERRORS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "rank of k": ({"k": jnp.ones((3, 16))}, ("k ", "3 axes", "[num_tokens, num_kv_heads, head_dim]", "[3, 16]")),
-    "shape of v": ({"v": jnp.ones((3, 2, 4))}, ("v ", "k's shape [3, 2, 8]", "got [3, 2, 4]")),
-    "rank of pool": ({"kv_pages": jnp.ones((12, 32))}, ("kv_pages ", "3 axes", "[12, 32]")),
-    "lanes": ({"kv_pages": jnp.ones((6, 2, 16))}, ("kv_pages' last axis", "2 * 2 * 8 = 32", "got 16")),
+    "rank of k": ({"k": jnp.ones((3, 16), F32)}, ("k ", "3 axes", "[num_tokens, num_kv_heads, head_dim]", "[3, 16]")),
+    "shape of v": ({"v": jnp.ones((3, 2, 4), F32)}, ("v ", "k's shape [3, 2, 8]", "got [3, 2, 4]")),
+    "rank of pool": ({"kv_pages": jnp.ones((12, 32), F32)}, ("kv_pages ", "3 axes", "[12, 32]")),
+    "lanes": ({"kv_pages": jnp.ones((6, 2, 16), F32)}, ("kv_pages' last axis", "2 * 2 * 8 = 32", "got 16")),
     "fewer slots": ({"slot_mapping": jnp.ones(2, INT)}, ("slot_mapping ", "[3]", "got [2]")),
     "rank of slots": ({"slot_mapping": jnp.ones((3, 1), INT)}, ("slot_mapping ", "[3]", "got [3, 1]")),
-    "dtype of slots": ({"slot_mapping": jnp.ones(3)}, ("slot_mapping ", "int32", "float32", "astype")),
+    "dtype of slots": ({"slot_mapping": jnp.ones(3, F32)}, ("slot_mapping ", "int32", "float32", "astype")),
     "dtype of k": ({"k": jnp.ones((3, 2, 8), INT)}, ("k ", "floating-point", "int32")),
     "dtype of v": ({"v": jnp.ones((3, 2, 8), INT)}, ("v ", "floating-point", "int32")),
     "dtype of pool": ({"kv_pages": jnp.ones((6, 2, 32), jnp.int8)}, ("kv_pages ", "floating-point", "int8")),
@@ -115,7 +116,7 @@ def test_the_arguments_of_these_tests_are_right() -> None:
 
 @pytest.mark.parametrize("implementation", CONTRACT)
 def test_quantised_pools_are_refused_by_name(implementation: str) -> None:
-    scales = jnp.ones((6, 4, 2))
+    scales = jnp.ones((6, 4, 2), F32)
     with pytest.raises(NotImplementedError) as error:
         paged_attention(**attention_arguments(), kv_scales=scales, implementation=implementation)
     assert_words(str(error.value), ("implementation", repr(implementation), "kv_scales"))
