@@ -1,6 +1,6 @@
 """SmolLM2-135M from paged memory against Hugging Face transformers' recorded tokens and logits, in float32.
 
-tests/data/record_transformers.py made the records; its docstring says how. With `-m torch` the comparison is live.
+tests/data/record_transformers.py made the records; its docstring says how.
 """
 
 import json
@@ -11,7 +11,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import paged_jax as pj
 from models import registry
@@ -125,45 +124,3 @@ def test_logits():
         cache, hidden = step(cache, batch, fed)
         got[:, position] = wanted_logits(checkpoint().params, hidden, batch.logit_rows, ids[:, position])
     np.testing.assert_allclose(got, expected, rtol=0, atol=LOGITS_ATOL)
-
-
-@pytest.mark.torch
-def test_live_logits(tmp_path):
-    """Every logit of every position of a prompt, from transformers on the same weights."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    c = checkpoint().config
-    reference = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
-            num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads,
-            head_dim=c.head_dim, max_position_embeddings=c.max_model_len, rms_norm_eps=c.rms_norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta}, tie_word_embeddings=True,
-        )
-    ).eval()  # fmt: skip
-    names = {
-        "attn_norm": "input_layernorm", "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj",
-        "o": "self_attn.o_proj", "mlp_norm": "post_attention_layernorm", "gate": "mlp.gate_proj", "up": "mlp.up_proj",
-        "down": "mlp.down_proj",
-    }  # fmt: skip
-    params = jax.tree.map(lambda x: torch.from_numpy(np.array(x)), checkpoint().params)
-    state = {"model.embed_tokens.weight": params["embed"], "model.norm.weight": params["final_norm"]}
-    for index, layer in enumerate(params["layers"]):
-        state |= {f"model.layers.{index}.{names[key]}.weight": value for key, value in layer.items()}
-    state["lm_head.weight"] = params["embed"]
-    reference.load_state_dict(state)
-    for prompt in RECORD[:6]:
-        token_ids = prompt["prompt_ids"] + prompt["new_ids"]
-        with torch.no_grad():
-            expected = reference(torch.tensor([token_ids])).logits[0].numpy()
-        layout = model().kv_layout(num_pages=layout_pages(len(token_ids)), page_size=16)
-        cache = pj.PagedCache.create(layout, max_seqs=1, pages_per_seq=layout.num_pages - 1)
-        cache, batch, ok = pj.append(cache, jnp.asarray([len(token_ids)], jnp.int32), num_tokens=len(token_ids))
-        assert ok
-        params_ = checkpoint().params
-        hidden, _ = jax.jit(model())(params_, jnp.asarray(token_ids, jnp.int32), batch, cache.kv)
-        np.testing.assert_allclose(model().logits(params_, hidden), expected, rtol=0, atol=LOGITS_ATOL)
-
-
-def layout_pages(num_tokens):
-    return -(-num_tokens // 16) + 1

@@ -11,6 +11,7 @@ import pytest
 import paged_jax as pj
 from models.config import Llama3RopeScaling, TransformerConfig
 from models.transformer import functional, random_params
+from paged_jax.steps import temporary_bytes
 from tests.models import numpy_llama
 
 CONFIG = TransformerConfig(
@@ -156,3 +157,14 @@ def test_parameters_are_plain_arrays_in_a_list_of_layers():
     assert all(type(leaf) is type(jnp.zeros(1)) for leaf in jax.tree.leaves(params))
     assert "head" not in params
     assert "head" in params_of("untied")
+
+
+@pytest.mark.parametrize("unroll_layers", [True, False])
+def test_temporary_memory_does_not_grow_with_the_pool(unroll_layers):
+    model = functional(CONFIG, unroll_layers=unroll_layers)
+    config = pj.EngineConfig(max_seqs=2, max_model_len=64, max_tokens_per_step=16)
+    used = [
+        temporary_bytes(model, params_of("tied"), model.kv_layout(num_pages=num_pages), config)
+        for num_pages in (20, 2000)
+    ]
+    assert used[0] == used[1]
