@@ -39,7 +39,7 @@ from tests.paged_jax.model_cache import (
 
 MAX_SEQS = 4
 PAGES_PER_SEQ = 4
-NUM_PAGES = 12  # one sequence fits several times over, four full ones do not
+NUM_PAGES = 8  # 7 to allocate: one full sequence fits, two do not, so that pages run out often
 NUM_TOKENS = 8
 
 
