@@ -174,19 +174,29 @@ def test_interrupted_run_ends_cleanly(run, monkeypatch):
 
 
 def test_default_run_shows_text_and_ctrl_c_stops_it():
-    """The README's command on the real weights, stopped as a user would."""
+    """The README's command on the real weights, stopped as a user would.
+
+    The handler is set anew, since processes started in the background begin with Ctrl-C ignored.
+    """
+    program = (
+        "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "sys.argv = ['scripts/generate.py', '--max-tokens', '2000']; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
     process = subprocess.Popen(
-        [sys.executable, "-u", "scripts/generate.py", "--max-tokens", "2000"],
+        [sys.executable, "-u", "-c", program],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": ""},
     )  # fmt: skip
     assert process.stdout is not None
-    seen = ""
-    started = time.monotonic()
-    while "[1] The three primary colours are" not in seen or len(seen) < 60:
-        seen += process.stdout.read(1)
-        assert time.monotonic() - started < 200
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=100)
+    try:
+        seen = ""
+        started = time.monotonic()
+        while "[1] The three primary colours are" not in seen or len(seen) < 60:
+            seen += process.stdout.read(1)
+            assert time.monotonic() - started < 200
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=100)
+    finally:
+        process.kill()
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert err.endswith("interrupted\n")
