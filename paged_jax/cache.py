@@ -123,6 +123,7 @@ def release(cache: PagedCache, mask: Bool[Array, " max_seqs"]) -> PagedCache:
     return replace(cache, tables=tables, pool=pool)
 
 
+@partial(jax.jit, inline=True)  # so that outside jit it compiles once, and not a loop anew each call
 def copy_pages(kv: KVPages, copies: PageCopies) -> KVPages:
     """Copies whole pages, all layers of each, as copy-on-write asks for. Costs the real number of copies."""
 

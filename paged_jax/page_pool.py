@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Int32
+from jaxtyping import Bool, Int, Int32
 
 from paged_jax.layout import NULL_PAGE
 
@@ -50,13 +50,13 @@ def create(num_pages: int) -> PagePool:
 
 
 def allocate(
-    pool: PagePool, count: Int32[Array, ""] | int, *, limit: int
+    pool: PagePool, count: Int[Array, ""] | int, *, limit: int
 ) -> tuple[PagePool, Int32[Array, " limit"], Bool[Array, ""]]:
     """Takes `count` free pages, each with one reference: all or nothing.
 
     Args:
       pool: the pool.
-      count: pages wanted; may be traced.
+      count: pages wanted; may be traced (a Python int that jit traces is int64 in x64 mode).
       limit: static upper bound of `count`.
 
     Returns:
@@ -85,15 +85,21 @@ def release(pool: PagePool, page_ids: Int32[Array, "*n"]) -> PagePool:
     """Takes one reference away for every entry of `page_ids`; ids may repeat, null pages are passed over.
 
     Pages left without a reference become free, the lowest id on top of the stack. A page that is free already stays
-    so.
+    so. Costs the number of ids, not the pool's size.
     """
-    remaining = pool.ref_counts.at[_or_drop(pool, page_ids)].add(-1, mode="drop")
-    freed = (pool.ref_counts > 0) & (remaining <= 0)
+    # Sorted, so that equal ids are neighbours; null pages come last, past the pool's end.
+    index = jnp.sort(_or_drop(pool, page_ids.reshape(-1)))
+    remaining = pool.ref_counts.at[index].add(-1, mode="drop")
+    was_held = pool.ref_counts.at[index].get(mode="fill", fill_value=0) > 0
+    is_free = remaining.at[index].get(mode="fill", fill_value=0) <= 0
+    freed = (jnp.diff(index, prepend=jnp.int32(NULL_PAGE)) > 0) & was_held & is_free
     num_freed = freed.sum(dtype=jnp.int32)
-    page = jnp.arange(pool.num_pages, dtype=jnp.int32)
     position = pool.num_free + num_freed - jnp.cumsum(freed, dtype=jnp.int32)
-    free_stack = pool.free_stack.at[jnp.where(freed, position, pool.num_pages)].set(page, mode="drop")
-    return PagePool(free_stack, pool.num_free + num_freed, jnp.maximum(remaining, 0))
+    return PagePool(
+        free_stack=pool.free_stack.at[jnp.where(freed, position, pool.num_pages)].set(index, mode="drop"),
+        num_free=pool.num_free + num_freed,
+        ref_counts=remaining.at[index].max(0, mode="drop"),
+    )
 
 
 def unshare(pool: PagePool, page_ids: Int32[Array, "*n"]) -> PagePool:

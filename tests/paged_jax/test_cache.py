@@ -146,6 +146,14 @@ def test_copy_pages_copies_all_layers_of_the_listed_pages_only() -> None:
     np.testing.assert_array_equal(copied.pages, expected.reshape(layout.pages_shape))
 
 
+def test_copy_pages_compiles_once_outside_jit() -> None:
+    layout = KVLayout(1, 7, 2, num_kv_heads=1, head_dim=1)  # a shape of its own
+    kv, before = KVPages.create(layout), copy_pages._cache_size()
+    for _ in range(3):
+        kv = copy_pages(kv, PageCopies(src=i32(1), dst=i32(2), count=jnp.int32(1)))
+    assert copy_pages._cache_size() == before + 1
+
+
 def test_gather_kv_shows_zeros_past_the_end_in_the_dtype_of_the_pool() -> None:
     layout = replace(LAYOUT, dtype=jnp.bfloat16)
     k, v = gather_kv(poisoned_cache(layout, max_seqs=2, pages_per_seq=3), layer=1)

@@ -14,14 +14,10 @@ from jax import Array, lax
 from paged_jax import PagePool, page_pool
 from tests.paged_jax.model_cache import check_all_free, i32, on_host, shuffled_pool
 
-_allocate = on_host(page_pool.allocate, ["limit"])
+allocate = on_host(page_pool.allocate, ["limit"])  # the count is traced: a Python int is int64 in x64 mode
 retain = on_host(page_pool.retain)
 release = on_host(page_pool.release)
 unshare = on_host(page_pool.unshare)
-
-
-def allocate(pool: PagePool, count: int | Array, *, limit: int) -> tuple[PagePool, Array, Array]:
-    return _allocate(pool, jnp.asarray(count, jnp.int32), limit=limit)
 
 
 def free_pages(pool: PagePool) -> list[int]:
