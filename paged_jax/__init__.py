@@ -4,7 +4,7 @@ The core (works inside your own jit, scan and while_loop):
     KVLayout, PagedCache, append, append_decode, fork, reorder, truncate, release, copy_pages, gather_kv, usage,
     write_kv, attend, Batch; and, one level below, the modules `page_pool` and `block_tables`.
 The engine (generates for many requests out of one pool):
-    Engine, EngineConfig, Model (what it asks of a model), Request, Completion, TokenEvent, size_pool.
+    Engine, EngineConfig, Model (what it asks of a model), Request, SamplingParams, Completion, TokenEvent, size_pool.
 """
 
 from paged_jax import block_tables, page_pool
@@ -31,6 +31,7 @@ from paged_jax.errors import MemoryBudgetError, MissingBackendError, RequestTooL
 from paged_jax.layout import NULL_PAGE, KVLayout
 from paged_jax.page_pool import PagePool
 from paged_jax.request import Completion, Request, TokenEvent
+from paged_jax.sampling import SamplingParams
 from paged_jax.steps import Model
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "PagedCache",
     "Request",
     "RequestTooLongError",
+    "SamplingParams",
     "TokenEvent",
     "append",
     "append_decode",

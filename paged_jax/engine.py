@@ -3,36 +3,38 @@
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Float
 
 import pallas_kernels
+from paged_jax import answer as answers
 from paged_jax import block_tables, page_pool
+from paged_jax.admission import Admission
+from paged_jax.answer import Answer, Needs
 from paged_jax.batch import Batch
 from paged_jax.block_tables import BlockTables
 from paged_jax.cache import KVPages
 from paged_jax.config import EngineConfig
-from paged_jax.errors import MissingBackendError, RequestTooLongError
+from paged_jax.errors import MissingBackendError
 from paged_jax.layout import KVLayout
 from paged_jax.page_pool import PagePool
-from paged_jax.request import Completion, Request, TokenEvent, Tokenizer, TokenStream
+from paged_jax.request import Completion, Request, TokenEvent, Tokenizer
+from paged_jax.sampling import LogitsProcessor
 from paged_jax.scheduler import Scheduler, SequenceState, StepPlan
 from paged_jax.stats import EngineStats
-from paged_jax.steps import Model, Steps
-
-
-@dataclass(eq=False)
-class _Answer:
-    sequence: SequenceState
-    stream: TokenStream | None
-    text: list[str] = field(default_factory=list)
+from paged_jax.steps import Extras, Model, StepOutput, Steps
 
 
 class Engine:
-    """Generates greedily for many requests at once.
+    """Generates for many requests at once.
+
+    A step compiles what its requests ask for: greedy tokens alone, drawn tokens or log probabilities (one program,
+    whatever the parameters; greedy rows may stand among drawn ones), the same with the tokens so far, and each of
+    these with the scores of prompts.
 
     The allocator's state (block tables and page pool) lives on the host's CPU device, the pages beside the
     parameters. A step that raises leaves no request lost: the pages are dropped, what ran goes back to the queue with
@@ -44,6 +46,9 @@ class Engine:
       layout: geometry of the pages, their number included (see `paged_jax.budget.size_pool`).
       tokenizer: for prompts and answers as text; None for token ids alone.
       config: limits and choices.
+      logits_processor: pure function `(logits float32 [rows, vocab], tokens int32 [rows, max_model_len]) -> logits`,
+        compiled into every step; goes before penalty and temperature. `tokens` are the row's prompt and answer so far,
+        padded with -1. -inf forbids a token; at least one must be left.
 
     Raises:
       MissingBackendError: JAX was started without its CPU backend.
@@ -56,18 +61,21 @@ class Engine:
         layout: KVLayout,
         tokenizer: Tokenizer | None = None,
         config: EngineConfig | None = None,
+        *,
+        logits_processor: LogitsProcessor | None = None,
     ) -> None:
         self.config = config or EngineConfig()
         self.layout = layout
         self.stats = EngineStats(layout)
         self._params = params
         self._tokenizer = tokenizer
-        self._eos_ids = frozenset() if tokenizer is None else tokenizer.eos_ids
         (self._device,) = jax.tree.leaves(params)[0].devices()
         self._host = _cpu_device()
-        self._steps = Steps(model, page_size=layout.page_size)
+        self._steps = Steps(model, page_size=layout.page_size, logits_processor=logits_processor)
+        self._always = Needs(sampling=logits_processor is not None, context=logits_processor is not None)
+        self._admission = Admission(model, params, layout, tokenizer, self.config)
         self._scheduler = Scheduler(self.config, layout)
-        self._answers: dict[int, _Answer] = {}
+        self._answers: dict[SequenceState, Answer] = {}
         self._ids = itertools.count()
         self._tables, self._pool, self._kv = self._empty_cache()
 
@@ -81,16 +89,17 @@ class Engine:
     @property
     def max_request_len(self) -> int:
         """Longest prompt and answer together, in tokens: what the context and the pool hold."""
-        return min(self.config.max_model_len, (self.layout.num_pages - 1) * self.layout.page_size)
+        return self._admission.max_len
 
     def add_request(self, request: Request) -> int:
         """Queues a request and returns its id.
 
         Raises:
-          ValueError: the prompt is empty or is text without a tokenizer, or max_tokens is below 1.
+          ValueError: the prompt is empty, has a token outside the vocabulary or is text without a tokenizer, or there
+            are stop strings without one.
           RequestTooLongError: the prompt leaves no room for a token, or max_tokens can never fit the pool.
         """
-        return self._enqueue(self._checked(request))
+        return self._enqueue(self._checked(request))[0].sequence.request_id
 
     def step(self) -> list[TokenEvent]:
         """Computes one step and returns the tokens it made; nothing when no request is left.
@@ -103,7 +112,7 @@ class Engine:
             return []
         started, compiled = time.perf_counter(), self._steps.compile_seconds
         try:
-            next_tokens = self._run(plan)
+            output = self._run(plan)
         except BaseException:
             # The donated pages are gone; what ran starts over from its tokens.
             self._tables, self._pool, self._kv = self._empty_cache()
@@ -111,7 +120,7 @@ class Engine:
             raise
         elapsed = time.perf_counter() - started - (self._steps.compile_seconds - compiled)
         self.stats.record(plan, elapsed, self._steps)
-        events = self._accept(plan, next_tokens)
+        events = self._accept(plan, output)
         self._release_finished(plan)
         return events
 
@@ -121,7 +130,8 @@ class Engine:
         *,
         on_token: Callable[[int, TokenEvent], None] | None = None,
     ) -> list[Completion]:
-        """Runs requests to their end and returns the answers in the order of the requests.
+        """Runs requests to their end and returns the answers in the order of the requests; a request's n samples follow
+        one another.
 
         Args:
           requests: requests; a bare prompt stands for `Request(prompt)`. All are checked before any of them runs.
@@ -131,66 +141,82 @@ class Engine:
           ValueError, RequestTooLongError: a request is refused (see `add_request`); none has run.
         """
         checked = [self._checked(request if isinstance(request, Request) else Request(request)) for request in requests]
-        index = {self._enqueue(sequence): i for i, sequence in enumerate(checked)}
-        answers = {i: self._answers[request_id] for request_id, i in index.items()}
-        while any(answer.sequence.finish_reason is None for answer in answers.values()):
+        queued = [self._enqueue(samples) for samples in checked]
+        index = {samples[0].sequence.request_id: i for i, samples in enumerate(queued)}
+        flat = [answer for samples in queued for answer in samples]
+        while any(answer.sequence.finish_reason is None for answer in flat):
             for event in self.step():
                 if on_token is not None and event.request_id in index:
                     on_token(index[event.request_id], event)
-        return [_completion(answers[i]) for i in range(len(checked))]
+        return [answer.completion() for answer in flat]
 
-    def warm_up(self) -> None:
-        """Compiles every program that a run can need, so that none is compiled while requests wait."""
-        sizes = [(size, 1, size) for size in self.config.decode_sizes]
-        sizes += [(size, size, min(size, self.config.max_seqs)) for size in self.config.prefill_sizes]
-        for num_tokens, longest, rows in sizes:
+    def score(self, token_ids: Sequence[int]) -> Float[np.ndarray, " scored"]:
+        """Log probability of each token but the first, given all before it.
+
+        The sequence is prefilled in chunks through the pages, which are given back; requests that were queued before
+        run beside it.
+
+        Args:
+          token_ids: at least one token.
+
+        Returns:
+          float32 [len(token_ids) - 1].
+
+        Raises:
+          ValueError: no token, or one outside the vocabulary.
+          RequestTooLongError: the sequence can never fit.
+        """
+        request = Request(token_ids, prompt_logprobs=True)
+        tokens = self._admission.prompt(request)
+        max_len = self._admission.scored_length(len(tokens))
+        sequence = SequenceState(next(self._ids), tokens, len(tokens), max_len)
+        (answer,) = self._enqueue([Answer(sequence, request, self._tokenizer)])
+        while sequence.finish_reason is None:
+            self.step()
+        return answer.prompt_logprobs
+
+    def warm_up(self, *like: Request) -> None:
+        """Compiles every program that a run can need, so that none is compiled while requests wait.
+
+        Args:
+          like: requests that ask for what those of the run will (sampling, penalty, log probabilities; their prompts
+            and values do not matter); none for greedy ones.
+        """
+        wanted = [self._union([answers.needs_of(request)]) for request in like] or [self._always]
+        decodes = {needs._replace(prompt_logprobs=False) for needs in wanted}
+        scored = {False} | {needs.prompt_logprobs for needs in wanted}
+        prefills = {needs._replace(prompt_logprobs=flag) for needs in decodes for flag in scored}
+        sizes = [(size, 1, size, decodes) for size in self.config.decode_sizes]
+        sizes += [(size, size, min(size, self.config.max_seqs), prefills) for size in self.config.prefill_sizes]
+        for num_tokens, longest, rows, programs in sizes:
             counts = np.zeros(self.config.max_seqs, np.int32)
             _, _, batch, _, _ = self._append(counts, num_tokens, longest)
-            self._compute(np.zeros(num_tokens, np.int32), batch, np.zeros(rows, np.int32))
+            for needs in programs:
+                extras = self._extras(needs, [], num_tokens, rows)
+                self._compute(np.zeros(num_tokens, np.int32), batch, np.zeros(rows, np.int32), extras)
         self._release(np.zeros(self.config.max_seqs, bool))
 
-    def _checked(self, request: Request) -> SequenceState:
-        tokens = self._prompt_tokens(request)
-        max_len = self._max_len(len(tokens), request.max_tokens)
-        return SequenceState(next(self._ids), tokens, len(tokens), max_len, request.ignore_eos)
+    def _checked(self, request: Request) -> list[Answer]:
+        tokens = self._admission.prompt(request)
+        max_len = self._admission.length(len(tokens), request.max_tokens)
+        request_id = next(self._ids)
+        samples = [SequenceState(request_id, list(tokens), len(tokens), max_len, child) for child in range(request.n)]
+        return [Answer(sequence, request, self._tokenizer) for sequence in samples]
 
-    def _enqueue(self, sequence: SequenceState) -> int:
-        self._answers[sequence.request_id] = _Answer(sequence, self._tokenizer.stream() if self._tokenizer else None)
-        self._scheduler.add(sequence)
-        return sequence.request_id
+    def _enqueue(self, samples: list[Answer]) -> list[Answer]:
+        for answer in samples:
+            self._answers[answer.sequence] = answer
+            self._scheduler.add(answer.sequence)
+        return samples
 
-    def _prompt_tokens(self, request: Request) -> list[int]:
-        prompt = request.prompt
-        if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise ValueError("the prompt is text, but the engine has no tokenizer; give token ids")
-            prompt = self._tokenizer.encode(prompt)
-        if not len(prompt):
-            raise ValueError("the prompt is empty; give at least one token")
-        return list(prompt)
+    def _union(self, wanted: Sequence[Needs]) -> Needs:
+        return Needs(*map(any, zip(self._always, *wanted, strict=True)))
 
-    def _max_len(self, prompt_len: int, max_tokens: int | None) -> int:
-        if max_tokens is not None and max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
-        largest = self.max_request_len
-        if prompt_len >= largest:
-            raise RequestTooLongError(
-                f"the prompt has {prompt_len} tokens, but at most {largest - 1} fit beside one new token "
-                f"(max_model_len {self.config.max_model_len}, pool {self.layout.num_pages - 1} pages of "
-                f"{self.layout.page_size} tokens)"
-            )
-        wanted = self.config.max_model_len if max_tokens is None else prompt_len + max_tokens
-        wanted = min(wanted, self.config.max_model_len)
-        if max_tokens is not None and wanted > largest:
-            raise RequestTooLongError(
-                f"prompt and max_tokens come to {wanted} tokens, but the pool ({self.layout.num_pages - 1} pages of "
-                f"{self.layout.page_size} tokens) holds {largest}; lower max_tokens to at most {largest - prompt_len} "
-                "or take more pages"
-            )
-        return min(wanted, largest)
+    def _extras(self, needs: Needs, running: Sequence[tuple[Answer, int]], num_tokens: int, rows: int) -> Extras:
+        return answers.extras(needs, running, num_tokens=num_tokens, rows=rows, max_len=self.config.max_model_len)
 
-    def _run(self, plan: StepPlan) -> np.ndarray:
-        """Allocates, computes and returns the next token of every sequence of the plan, in its order."""
+    def _run(self, plan: StepPlan) -> StepOutput:
+        """Allocates, computes and returns, on the host, the next token of every sequence of the plan, in its order."""
         counts = np.zeros(self.config.max_seqs, np.int32)
         for sequence, count in plan.counts:
             counts[sequence.row] = count
@@ -209,41 +235,38 @@ class Engine:
             token_ids[start : start + count] = sequence.tokens[sequence.num_cached : sequence.num_cached + count]
             start += count
             logit_rows[i] = start - 1
-        next_tokens = self._compute(token_ids, batch, logit_rows)
+        running = [(self._answers[sequence], count) for sequence, count in plan.counts]
+        wanted = [answer.needs._replace(prompt_logprobs=answer.is_scoring) for answer, _ in running]
+        extras = self._extras(self._union(wanted), running, size, len(logit_rows))
+        output = self._compute(token_ids, batch, logit_rows, extras)
         self._tables, self._pool = tables, pool
-        return next_tokens
+        return output
 
     def _append(self, counts: np.ndarray, num_tokens: int, longest: int) -> block_tables.Grown:
         return self._steps.append(self._tables, self._pool, counts, num_tokens=num_tokens, max_query_len=longest)
 
-    def _compute(self, token_ids: np.ndarray, batch: Batch, logit_rows: np.ndarray) -> np.ndarray:
-        inputs, rows, batch = jax.device_put((token_ids, logit_rows, batch), self._device)
+    def _compute(self, token_ids: np.ndarray, batch: Batch, logit_rows: np.ndarray, extras: Extras) -> StepOutput:
+        inputs, rows, batch, extras = jax.device_put((token_ids, logit_rows, batch, extras), self._device)
         batch = replace(batch, logit_rows=rows, implementation=self.config.implementation)
-        next_tokens, self._kv = self._steps.step(self._params, inputs, batch, self._kv)
-        return np.asarray(next_tokens)
+        output, self._kv = self._steps.step(self._params, inputs, batch, self._kv, extras)
+        return jax.device_get(output)
 
-    def _accept(self, plan: StepPlan, next_tokens: np.ndarray) -> list[TokenEvent]:
+    def _accept(self, plan: StepPlan, output: StepOutput) -> list[TokenEvent]:
         events = []
-        for (sequence, count), token in zip(plan.counts, next_tokens.tolist(), strict=False):
+        start = 0
+        for row, (sequence, count) in enumerate(plan.counts):
+            answer = self._answers[sequence]
+            if output.prompt_logprobs is not None:
+                answer.take_prompt(np.asarray(output.prompt_logprobs[start : start + count]), sequence.num_cached)
+            start += count
             sequence.num_cached += count
             if sequence.num_cached < len(sequence.tokens):
                 continue  # a chunk that ends inside the prompt
-            sequence.tokens.append(token)
-            is_end = token in self._eos_ids and not sequence.ignore_eos
-            if is_end or len(sequence.tokens) == sequence.max_len:
-                sequence.finish_reason = "stop" if is_end else "length"
-            text = self._text(self._answers[sequence.request_id], token, is_end)
-            events.append(TokenEvent(sequence.request_id, token, text, sequence.finish_reason))
+            if len(sequence.tokens) == sequence.max_len:
+                sequence.finish_reason = "length"  # only scored
+            else:
+                events.append(answer.take_token(output, row))
         return events
-
-    def _text(self, answer: _Answer, token: int, is_end: bool) -> str:
-        if answer.stream is None:
-            return ""
-        text = "" if is_end else answer.stream.push(token)
-        if answer.sequence.finish_reason is not None:
-            text += answer.stream.finish()
-        answer.text.append(text)
-        return text
 
     def _release_finished(self, plan: StepPlan) -> None:
         finished = [sequence for sequence, _ in plan.counts if sequence.finish_reason is not None]
@@ -253,7 +276,7 @@ class Engine:
         for sequence in finished:
             mask[sequence.row] = True
             self._scheduler.finish(sequence)
-            del self._answers[sequence.request_id]
+            del self._answers[sequence]
         self._release(mask)
 
     def _release(self, mask: np.ndarray) -> None:
@@ -266,17 +289,6 @@ class Engine:
             pool = page_pool.create(self.layout.num_pages)
         with jax.default_device(self._device):
             return tables, pool, KVPages.create(self.layout)
-
-
-def _completion(answer: _Answer) -> Completion:
-    sequence = answer.sequence
-    assert sequence.finish_reason is not None
-    return Completion(
-        prompt_token_ids=sequence.tokens[: sequence.prompt_len],
-        token_ids=sequence.tokens[sequence.prompt_len :],
-        text="".join(answer.text),
-        finish_reason=sequence.finish_reason,
-    )
 
 
 def _cpu_device() -> jax.Device:

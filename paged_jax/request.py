@@ -1,8 +1,10 @@
 """What goes into an engine and what comes out: requests, tokens, finished answers; and the tokenizer between."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
+
+from paged_jax.sampling import MAX_TOP_LOGPROBS, SamplingParams
 
 
 @runtime_checkable
@@ -47,12 +49,47 @@ class Request:
     Attributes:
       prompt: text (which needs a tokenizer) or token ids; at least one token.
       max_tokens: tokens to generate at most; None for as many as the context and the pool hold.
-      ignore_eos: go on after an end token.
+      ignore_eos: go on after an end token of the tokenizer.
+      sampling: how tokens are chosen; greedy by default.
+      n: samples; each is a sequence and an answer of its own, and the sample's index enters its keys.
+      stop: a string, or several, that end the answer and are not part of its text (need a tokenizer).
+      stop_ids: tokens that end the answer, as an end token does.
+      logprobs: None for none; else the log probability of each token of the answer is given, and of as many of the
+        most likely tokens at its place as this says, 0 to 20.
+      prompt_logprobs: give the log probability of each token of the prompt but the first.
+
+    All log probabilities are the model's own, before logits processor, penalty, temperature and cuts.
+
+    Raises:
+      ValueError: a value is out of range.
     """
 
     prompt: str | Sequence[int]
     max_tokens: int | None = None
     ignore_eos: bool = False
+    sampling: SamplingParams = SamplingParams()  # noqa: RUF009 (immutable)
+    n: int = 1
+    stop: str | Sequence[str] = ()
+    stop_ids: Sequence[int] = ()
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        if not len(self.prompt):
+            raise ValueError("the prompt is empty; give at least one token")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if self.n < 1:
+            raise ValueError(f"n must be at least 1, got {self.n}")
+        if "" in self.stop_strings:
+            raise ValueError("a stop string is empty; it would end every answer before its first token")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
+            raise ValueError(f"logprobs must be in 0..{MAX_TOP_LOGPROBS}, or None for none, got {self.logprobs}")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
 @dataclass(frozen=True)
@@ -62,14 +99,22 @@ class TokenEvent:
     Attributes:
       request_id: whose it is, as `Engine.add_request` gave it.
       token_id: the token.
-      text: the text it completes; empty without a tokenizer, inside a character, and for an end token.
-      finish_reason: None while the answer goes on; "stop" at an end token, "length" at the limit.
+      text: the text that is now certain; the texts of an answer concatenate to its final text. Empty without a
+        tokenizer, inside a character, while a stop string may have begun, and for an end token.
+      finish_reason: None while the answer goes on; "stop" at an end token, stop token or stop string, "length" at the
+        limit.
+      sample: which of the request's n samples.
+      logprob: log probability of the token, if asked for.
+      top_logprobs: that of the most likely tokens by token id, most likely first; empty unless asked for.
     """
 
     request_id: int
     token_id: int
     text: str
     finish_reason: str | None
+    sample: int = 0
+    logprob: float | None = None
+    top_logprobs: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,12 +123,20 @@ class Completion:
 
     Attributes:
       prompt_token_ids: the prompt.
-      token_ids: the answer, its end token included.
-      text: the answer as text, "" without a tokenizer.
+      token_ids: the answer, the token that ended it included.
+      text: the answer as text, up to the stop string if one ended it; "" without a tokenizer.
       finish_reason: "stop" or "length".
+      sample: which of the request's n samples.
+      logprobs: log probability of each of token_ids, if asked for.
+      top_logprobs: for each of token_ids the most likely tokens at its place, as in `TokenEvent`, if asked for.
+      prompt_logprobs: log probability of each of prompt_token_ids[1:], if asked for.
     """
 
     prompt_token_ids: list[int]
     token_ids: list[int]
     text: str
     finish_reason: str
+    sample: int = 0
+    logprobs: list[float] | None = None
+    top_logprobs: list[Mapping[int, float]] | None = None
+    prompt_logprobs: list[float] | None = None

@@ -19,8 +19,8 @@ class SequenceState:
       request_id: whose it is.
       tokens: prompt and answer so far.
       prompt_len: how many of them are the prompt.
-      max_len: length at which the answer is cut.
-      ignore_eos: go on after an end token.
+      max_len: length at which the answer is cut; prompt_len for a prompt that is only scored.
+      child: which of its request's samples.
       num_cached: leading tokens whose keys and values are in the pages.
       row: its row of the block table while it runs, else None.
       finish_reason: "stop" or "length" once it is done.
@@ -30,7 +30,7 @@ class SequenceState:
     tokens: list[int]
     prompt_len: int
     max_len: int
-    ignore_eos: bool
+    child: int = 0
     num_cached: int = 0
     row: int | None = None
     finish_reason: str | None = None

@@ -4,12 +4,12 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Bool, Float, Int32
 
 from paged_jax import batch, block_tables, sampling
@@ -19,6 +19,10 @@ from paged_jax.cache import KVPages
 from paged_jax.config import EngineConfig
 from paged_jax.layout import KVLayout
 from paged_jax.page_pool import PagePool
+from paged_jax.sampling import LogitsProcessor, Logprobs, SamplingArrays
+
+_SCORED_ROWS = 64
+"""Rows whose logits exist at once while a prompt is scored."""
 
 
 @runtime_checkable
@@ -39,16 +43,51 @@ class Model(Protocol):
         ...
 
 
+class Extras(NamedTuple):
+    """What a step is asked for beyond greedy tokens. Which parts are there is static: it changes the program.
+
+    Attributes:
+      sampling: parameters of the rows; without them tokens are greedy and have no log probabilities.
+      context: int32 [rows, max_len], each row's tokens so far padded with -1, for the repetition penalty and the logits
+        processor; needs `sampling`.
+      targets: int32 [num_tokens], the tokens whose log probabilities are wanted, one for each token of the step.
+    """
+
+    sampling: SamplingArrays | None = None
+    context: Any = None
+    targets: Any = None
+
+
+class StepOutput(NamedTuple):
+    """What a step gives beside the pages.
+
+    Attributes:
+      tokens: int32 [rows], the next token after each of the batch's logit_rows.
+      logprobs: of these tokens, if the step had sampling parameters.
+      prompt_logprobs: float32 [num_tokens], of the targets, if the step had any.
+    """
+
+    tokens: Array
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Array | None = None
+
+
 class Steps:
     """Programs by shape, compiled on first use.
+
+    Args:
+      model: the model contract.
+      page_size: tokens a page.
+      logits_processor: goes over the logits of every step before a token is chosen; None for none.
 
     Attributes:
       num_compilations: programs compiled so far.
       compile_seconds: time that took.
     """
 
-    def __init__(self, model: Model, *, page_size: int) -> None:
+    def __init__(self, model: Model, *, page_size: int, logits_processor: LogitsProcessor | None = None) -> None:
         self._model = model
+        self._logits_processor = logits_processor
         self._page_size = page_size
         self._programs: dict[Hashable, Callable[..., Any]] = {}
         self.num_compilations = 0
@@ -76,11 +115,18 @@ class Steps:
         return self._run("release", block_tables.release, (tables, pool, mask))
 
     def step(
-        self, params: Any, token_ids: Int32[Array, " num_tokens"], batch: Batch, kv: KVPages
-    ) -> tuple[Int32[Array, " rows"], KVPages]:
-        """One model step: the greedy token after each of `batch.logit_rows`. Donates kv."""
-        key = ("step", batch.positions.shape, batch.logit_rows.shape, batch.max_query_len, batch.implementation)
-        return self._run(key, partial(_step, self._model), (params, token_ids, batch, kv), donate=3)
+        self,
+        params: Any,
+        token_ids: Int32[Array, " num_tokens"],
+        batch: Batch,
+        kv: KVPages,
+        extras: Extras = Extras(),  # noqa: B008 (immutable)
+    ) -> tuple[StepOutput, KVPages]:
+        """One model step, and the token after each of `batch.logit_rows`. Donates kv."""
+        shapes = (batch.positions.shape, batch.logit_rows.shape, batch.max_query_len, batch.implementation)
+        key = ("step", *shapes, *(part is None for part in extras))
+        function = partial(_step, self._model, self._logits_processor)
+        return self._run(key, function, (params, token_ids, batch, kv, extras), donate=3)
 
     def _run(
         self, key: Hashable, function: Callable[..., Any], args: tuple[Any, ...], *, donate: int | None = None
@@ -95,26 +141,86 @@ class Steps:
         return program(*args)
 
 
+def vocab_size(model: Model, params: Any, layout: KVLayout) -> int:
+    """Width of the model's logits, found without computing anything."""
+
+    def logits(params: Any, token_ids: Array, batch: Batch, kv: KVPages) -> Array:
+        return model.logits(params, model(params, token_ids, batch, kv)[0])
+
+    token_ids, batch, kv = _step_shapes(layout, max_seqs=1, pages_per_seq=1, num_tokens=1, longest=1)
+    return jax.eval_shape(logits, params, token_ids, batch, kv).shape[-1]
+
+
 def temporary_bytes(model: Model, params: Any, layout: KVLayout, config: EngineConfig) -> int:
-    """Peak temporary memory of the largest prefill and decode steps, from the compiler; nothing runs."""
-    pages_per_seq = layout.pages_for(config.max_model_len)
-    kv = jax.eval_shape(lambda: KVPages.create(layout))
+    """Peak temporary memory of the largest prefill and decode steps, sampling and scoring included, from the compiler;
+    nothing runs."""
+    max_seqs, pages_per_seq = config.max_seqs, layout.pages_for(config.max_model_len)
     peak = 0
-    for num_tokens, longest in ((config.max_tokens_per_step, config.max_tokens_per_step), (config.max_seqs, 1)):
-        shapes = jax.eval_shape(
-            partial(batch.ragged, page_size=layout.page_size, num_tokens=num_tokens, max_query_len=longest),
-            jax.ShapeDtypeStruct((config.max_seqs, pages_per_seq), jnp.int32),
-            *[jax.ShapeDtypeStruct((config.max_seqs,), jnp.int32)] * 2,
+    for num_tokens, longest in ((config.max_tokens_per_step, config.max_tokens_per_step), (max_seqs, 1)):
+        token_ids, batch, kv = _step_shapes(
+            layout, max_seqs=max_seqs, pages_per_seq=pages_per_seq, num_tokens=num_tokens, longest=longest
         )
-        shapes = replace(shapes, implementation=config.implementation)
-        token_ids = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
-        lowered = jax.jit(partial(_step, model), donate_argnums=3).lower(params, token_ids, shapes, kv)
-        analysis = lowered.compile().memory_analysis()
+        batch = replace(batch, implementation=config.implementation)
+        extras = Extras(
+            sampling.pack([], max_seqs),
+            jax.ShapeDtypeStruct((max_seqs, config.max_model_len), jnp.int32),
+            jax.ShapeDtypeStruct((num_tokens,), jnp.int32) if longest > 1 else None,
+        )
+        step = jax.jit(partial(_step, model, None), donate_argnums=3)
+        analysis = step.lower(params, token_ids, batch, kv, extras).compile().memory_analysis()
         assert analysis is not None, "the compiler of this backend does not say how much memory a step takes"
         peak = max(peak, analysis.temp_size_in_bytes)
     return peak
 
 
-def _step(model: Model, params: Any, token_ids: Array, batch: Batch, kv: KVPages) -> tuple[Array, KVPages]:
+def _step_shapes(layout: KVLayout, *, max_seqs: int, pages_per_seq: int, num_tokens: int, longest: int) -> Any:
+    """Shapes of (token_ids, batch, kv)."""
+    batch_shapes = jax.eval_shape(
+        partial(batch.ragged, page_size=layout.page_size, num_tokens=num_tokens, max_query_len=longest),
+        jax.ShapeDtypeStruct((max_seqs, pages_per_seq), jnp.int32),
+        *[jax.ShapeDtypeStruct((max_seqs,), jnp.int32)] * 2,
+    )
+    return (
+        jax.ShapeDtypeStruct((num_tokens,), jnp.int32),
+        batch_shapes,
+        jax.eval_shape(lambda: KVPages.create(layout)),
+    )
+
+
+def _step(
+    model: Model,
+    processor: LogitsProcessor | None,
+    params: Any,
+    token_ids: Array,
+    batch: Batch,
+    kv: KVPages,
+    extras: Extras,
+) -> tuple[StepOutput, KVPages]:
     hidden, kv = model(params, token_ids, batch, kv)
-    return sampling.greedy(model.logits(params, hidden[batch.logit_rows])), kv
+    logits = model.logits(params, hidden[batch.logit_rows])
+    scores = None if extras.targets is None else _score(model, params, hidden, extras.targets)
+    if extras.sampling is None:
+        return StepOutput(sampling.greedy(logits), None, scores), kv
+    raw = logits = logits.astype(jnp.float32)
+    if extras.context is not None:
+        if processor is not None:
+            logits = processor(logits, extras.context)
+        logits = sampling.penalise(logits, extras.context, extras.sampling.repetition_penalty)
+    tokens = sampling.sample(logits, extras.sampling, batch.positions[batch.logit_rows] + 1)
+    return StepOutput(tokens, sampling.logprobs(raw, tokens, extras.sampling.top_logprobs), scores), kv
+
+
+def _score(model: Model, params: Any, hidden: Array, targets: Array) -> Array:
+    """Log probability of each token's target, a few rows of logits at a time."""
+    num_tokens = targets.shape[0]
+    rows = min(_SCORED_ROWS, num_tokens)
+    padding = -num_tokens % rows
+
+    def block(part: tuple[Array, Array]) -> Array:
+        return sampling.token_logprobs(model.logits(params, part[0]).astype(jnp.float32), part[1])
+
+    blocks = (
+        jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, rows, hidden.shape[1]),
+        jnp.pad(targets, (0, padding)).reshape(-1, rows),
+    )
+    return lax.map(block, blocks).reshape(-1)[:num_tokens]

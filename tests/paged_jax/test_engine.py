@@ -33,8 +33,11 @@ def small_engine():
     return make_engine(tiny_layout(num_pages=14))
 
 
-def make_engine(layout=None, tokenizer=None, **changes):
-    return Engine(TinyModel(), tiny_params(), layout or tiny_layout(), tokenizer, config(**changes))
+def make_engine(layout=None, tokenizer=None, logits_processor=None, **changes):
+    engine_config = config(**changes)
+    return Engine(
+        TinyModel(), tiny_params(), layout or tiny_layout(), tokenizer, engine_config, logits_processor=logits_processor
+    )
 
 
 def prompts(lengths=(1, 3, 4, 5, 17, 40)):
@@ -190,13 +193,13 @@ class FailingModel(TinyModel):
         return super().__call__(*args)
 
 
-@pytest.mark.parametrize("fails_at", [1, 2])
+@pytest.mark.parametrize("fails_at", [2, 3])  # the first trace finds the vocabulary
 def test_a_step_that_raises_loses_no_request(fails_at):
     engine = Engine(FailingModel(fails_at), tiny_params(), tiny_layout(), None, config())
     ids = [engine.add_request(request) for request in requests()]
     events = []
     for step in range(1, 40):
-        if step == fails_at:
+        if step == fails_at - 1:
             with pytest.raises(RuntimeError, match="the model broke"):
                 engine.step()
             assert_all_free(engine)
@@ -228,9 +231,9 @@ def test_steady_decoding_traces_the_model_once_for_each_shape():
     model = FailingModel(fails_at=-1)
     engine = Engine(model, tiny_params(), tiny_layout(), None, config())
     engine.generate([pj.Request(prompts()[1], max_tokens=40)])
-    assert model.traces == 2  # one prefill shape, one decode shape
+    assert model.traces == 3  # the vocabulary, one prefill shape, one decode shape
     engine.generate([pj.Request(prompts()[1], max_tokens=30), pj.Request(prompts()[3], max_tokens=40)])
-    assert model.traces == 2
+    assert model.traces == 3
 
 
 def test_named_implementation_is_used_and_said():
@@ -242,9 +245,11 @@ def test_named_implementation_is_used_and_said():
 @pytest.mark.parametrize(
     ("request_", "error", "message"),
     [
-        (pj.Request([]), ValueError, "the prompt is empty; give at least one token"),
         (pj.Request("text"), ValueError, "the engine has no tokenizer; give token ids"),
-        (pj.Request([1], max_tokens=0), ValueError, "max_tokens must be at least 1, got 0"),
+        (pj.Request([1], stop="a"), ValueError, "stop strings need a tokenizer"),
+        (pj.Request([1, 29, 3]), ValueError, r"the prompt has token 29, outside the model's vocabulary 0..28"),
+        (pj.Request([1, -1]), ValueError, r"the prompt has token -1, outside the model's vocabulary 0..28"),
+        (pj.Request([1], stop_ids=[29]), ValueError, r"stop_ids has token 29, outside the model's vocabulary 0..28"),
         (pj.Request([1] * 52, max_tokens=1), pj.RequestTooLongError, "has 52 tokens, but at most 51 fit"),
         (pj.Request([1] * 50, max_tokens=9), pj.RequestTooLongError, "lower max_tokens to at most 2"),
     ],
@@ -256,7 +261,25 @@ def test_a_request_that_cannot_run_is_refused_before_any_other_runs(request_, er
     assert engine.step() == []
     with pytest.raises(error, match=message):
         engine.add_request(request_)
-    assert_greedy(engine.generate(requests()))
+    assert engine.step() == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": []}, "the prompt is empty; give at least one token"),
+        ({"prompt": ""}, "the prompt is empty; give at least one token"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"n": 0}, "n must be at least 1, got 0"),
+        ({"stop": ""}, "a stop string is empty"),
+        ({"stop": ["a", ""]}, "a stop string is empty"),
+        ({"logprobs": -1}, r"logprobs must be in 0..20, or None for none, got -1"),
+        ({"logprobs": 21}, r"logprobs must be in 0..20, or None for none, got 21"),
+    ],
+)
+def test_requests_are_checked_when_made(fields, message):
+    with pytest.raises(ValueError, match=message):
+        pj.Request(**({"prompt": [1]} | fields))
 
 
 def test_the_context_cuts_an_answer():
@@ -291,7 +314,7 @@ def test_shapes_are_few():
 
 
 def sequence(request_id, prompt_len, max_len):
-    return SequenceState(request_id, [1] * prompt_len, prompt_len, max_len, ignore_eos=True)
+    return SequenceState(request_id, [1] * prompt_len, prompt_len, max_len)
 
 
 def test_scheduler_serves_first_come_first():
