@@ -161,16 +161,11 @@ def logprobs(
 ) -> Logprobs:
     """Log probabilities of `tokens`, and of the most likely ones if any row wants some."""
     width = min(MAX_TOP_LOGPROBS, logits.shape[1])
-    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    total = jax.nn.logsumexp(logits, axis=-1)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
     none = jnp.zeros((logits.shape[0], width), jnp.float32), jnp.zeros((logits.shape[0], width), jnp.int32)
     top, top_ids = lax.cond((top_logprobs > 0).any(), lambda: tuple(lax.top_k(logits, width)), lambda: none)
-    return Logprobs(token_logprobs(logits, tokens), top - total, top_ids)
-
-
-def token_logprobs(logits: Float[Array, "rows vocab"], tokens: Int32[Array, " rows"]) -> Float[Array, " rows"]:
-    """Log probability of one token a row, under float32 logits."""
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
-    return chosen - jax.nn.logsumexp(logits, axis=-1)
+    return Logprobs(chosen - total, top - total[:, None], top_ids)
 
 
 def _draw(logits: Array, params: SamplingArrays, positions: Array) -> Array:
@@ -184,9 +179,12 @@ def _draw(logits: Array, params: SamplingArrays, positions: Array) -> Array:
 
     is_cut = (params.temperature > 0) & ((params.top_k < vocab) | (params.top_p < 1))
     few, enough = _draw_ranked(scaled, noise, params, min(_FEW, vocab))
+    chosen = jnp.where(is_cut, few, drawn)
+    if vocab <= _FEW:
+        return chosen
     needs_sort = is_cut & ~enough
     ranked = lax.cond(needs_sort.any(), lambda: _draw_ranked(scaled, noise, params, vocab)[0], lambda: few)
-    return jnp.where(needs_sort, ranked, jnp.where(is_cut, few, drawn))
+    return jnp.where(needs_sort, ranked, chosen)
 
 
 def _draw_ranked(scaled: Array, noise: Array, params: SamplingArrays, width: int) -> tuple[Array, Array]:

@@ -217,7 +217,8 @@ def _score(model: Model, params: Any, hidden: Array, targets: Array) -> Array:
     padding = -num_tokens % rows
 
     def block(part: tuple[Array, Array]) -> Array:
-        return sampling.token_logprobs(model.logits(params, part[0]).astype(jnp.float32), part[1])
+        logits = model.logits(params, part[0]).astype(jnp.float32)
+        return jnp.take_along_axis(jax.nn.log_softmax(logits), part[1][:, None], axis=1)[:, 0]
 
     blocks = (
         jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, rows, hidden.shape[1]),

@@ -5,10 +5,14 @@ Without arguments: completes a few prompts in one batch with SmolLM2-135M, as a 
 
 import argparse
 import json
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +28,7 @@ from paged_jax import (
     EngineConfig,
     KVLayout,
     Request,
+    SamplingParams,
     TokenEvent,
     size_pool,
 )
@@ -42,9 +47,21 @@ class UsageError(Exception):
     """Bad input: one line for the user."""
 
 
+class Parser(argparse.ArgumentParser):
+    """Raises UsageError instead of printing the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse on a bad command line."""
+        raise UsageError(f"{message}; --help lists what there is")
+
+
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Reads the command line.
+
+    Raises:
+      UsageError: an argument is unknown or cannot be read.
+    """
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--model",
         default=registry.DEFAULT_MODEL,
@@ -56,7 +73,17 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens to generate for each prompt (64)")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0, the only one for now: greedy")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 (the default) takes the likeliest token")
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample among the K most likely tokens (all)")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample among the fewest most likely "
+                        "tokens that together have probability P (1)")  # fmt: skip
+    parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="sample among the tokens at least P "
+                        "times as likely as the likeliest (0)")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same answers (0)")
+    parser.add_argument("--n", type=int, default=1, help="samples for each prompt (1)")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end an answer before this text; "
+                        "may be given more than once")  # fmt: skip
+    parser.add_argument("--logprobs", action="store_true", help="write the log probability of each token to --output")
     parser.add_argument("--page-size", type=int, default=16, help="tokens a page (16)")
     parser.add_argument("--num-pages", type=int, help="pages of the pool, one of them the null page; by default "
                         "what the memory allows")  # fmt: skip
@@ -64,7 +91,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-seqs", type=int, help=f"sequences at once; by default one a prompt, at most "
                         f"{MAX_DEFAULT_SEQS}")  # fmt: skip
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and pages (float32)")
-    parser.add_argument("--implementation", choices=list(pallas_kernels.IMPLEMENTATIONS), help="of the attention")
+    parser.add_argument("--implementation", help="of the attention: " + ", ".join(pallas_kernels.IMPLEMENTATIONS))
     parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="write the answers here, a line each")
     parser.add_argument("--quiet", action="store_true", help="no progress, no table: only what was asked for")
     return parser.parse_args(argv)
@@ -73,7 +100,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def read_prompts(args: argparse.Namespace) -> list[str]:
     """The prompts of the command line, of the file, or of the demonstration."""
     if args.prompt:
-        return list(args.prompt)
+        return [check_prompt(prompt, "--prompt") for prompt in args.prompt]
     if args.prompts is None:
         return list(DEMO_PROMPTS)
     prompts = []
@@ -86,24 +113,65 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{args.prompts}, line {number}: not JSON ({error})") from error
         if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
             raise UsageError(f'{args.prompts}, line {number}: must be {{"prompt": "..."}}, got {line.strip()[:80]}')
-        prompts.append(record["prompt"])
+        prompts.append(check_prompt(record["prompt"], f"{args.prompts}, line {number}"))
     if not prompts:
         raise UsageError(f'{args.prompts} holds no prompt; a line is {{"prompt": "..."}}')
     return prompts
 
 
-def build_engine(args: argparse.Namespace, checkpoint: Checkpoint, num_prompts: int) -> Engine:
-    """An engine whose pool has the pages asked for, or as many as the memory allows."""
-    config = EngineConfig(
-        max_seqs=args.max_seqs if args.max_seqs is not None else min(num_prompts, MAX_DEFAULT_SEQS),
-        max_model_len=checkpoint.config.max_model_len,
+def check_prompt(prompt: str, where: str) -> str:
+    """The prompt, if it can be text for a model; `where` begins the message if not."""
+    if not prompt:
+        raise UsageError(f"{where}: the prompt is empty; give at least one character")
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{where}: the prompt is not valid Unicode text ({error})") from error
+    return prompt
+
+
+def check_writable(path: Path) -> None:
+    """Finds out whether a file can be written, without touching it; raises OSError if not."""
+    if path.exists():
+        os.close(os.open(path, os.O_WRONLY))
+    else:
+        tempfile.TemporaryFile(dir=path.parent).close()
+
+
+def make_requests(args: argparse.Namespace, texts: Sequence[str]) -> list[Request]:
+    """What the command line asks for; raises ValueError if a value is out of range."""
+    params = SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p, seed=args.seed)
+    return [
+        Request(
+            text,
+            max_tokens=args.max_tokens,
+            ignore_eos=args.ignore_eos,
+            sampling=params,
+            n=args.n,
+            stop=args.stop,
+            logprobs=0 if args.logprobs else None,
+        )
+        for text in texts
+    ]
+
+
+def engine_config(args: argparse.Namespace, num_prompts: int) -> EngineConfig:
+    """The engine's limits, but for the model's context; raises ValueError if a value is out of range."""
+    return EngineConfig(
+        max_seqs=args.max_seqs if args.max_seqs is not None else min(num_prompts * args.n, MAX_DEFAULT_SEQS),
+        max_tokens_per_step=max(512, args.max_seqs or 0),
         memory_utilization=args.memory_utilization,
         implementation=args.implementation,
     )
+
+
+def build_engine(args: argparse.Namespace, checkpoint: Checkpoint, num_prompts: int) -> Engine:
+    """An engine whose pool has the pages asked for, or as many as the memory allows."""
+    config = replace(engine_config(args, num_prompts), max_model_len=checkpoint.config.max_model_len)
     model = functional(checkpoint.config)
     num_pages = 2 if args.num_pages is None else args.num_pages
     layout: KVLayout = model.kv_layout(num_pages=num_pages, page_size=args.page_size, dtype=DTYPES[args.dtype])
@@ -113,22 +181,28 @@ def build_engine(args: argparse.Namespace, checkpoint: Checkpoint, num_prompts: 
 
 
 class Display:
-    """Shows the answers in the order of the prompts while all of them grow: the first unfinished one as it comes, each
-    later one from where it has got to once its turn comes."""
+    """Shows the answers in the order of the prompts and their n samples while all of them grow: the first unfinished
+    one as it comes, each later one from where it has got to once its turn comes."""
 
-    def __init__(self, prompts: list[str]) -> None:
-        self._prompts = prompts
-        self._pending = [""] * len(prompts)
-        self._finished = [False] * len(prompts)
+    def __init__(self, prompts: list[str], n: int = 1) -> None:
+        self._n = n
+        self._titles = [
+            f"[{number}] {prompt}" if n == 1 else f"[{number}.{sample}] {prompt}"
+            for number, prompt in enumerate(prompts, start=1)
+            for sample in range(n)
+        ]
+        self._pending = [""] * len(self._titles)
+        self._finished = [False] * len(self._titles)
         self._shown = -1
 
     def __call__(self, index: int, event: TokenEvent) -> None:
         """Takes one token."""
-        self._pending[index] += event.text
-        self._finished[index] = event.finish_reason is not None
+        place = index * self._n + event.sample
+        self._pending[place] += event.text
+        self._finished[place] = event.finish_reason is not None
         if self._shown < 0:
             self._next()
-        while self._shown < len(self._prompts):
+        while self._shown < len(self._titles):
             print(self._pending[self._shown], end="", flush=True)
             self._pending[self._shown] = ""
             if not self._finished[self._shown]:
@@ -138,26 +212,28 @@ class Display:
 
     def close(self) -> None:
         """Ends a line that was left open."""
-        if 0 <= self._shown < len(self._prompts):
+        if 0 <= self._shown < len(self._titles):
             print(flush=True)
 
     def _next(self) -> None:
         self._shown += 1
-        if self._shown < len(self._prompts):
-            print(f"\n[{self._shown + 1}] {self._prompts[self._shown]}", end="")
+        if self._shown < len(self._titles):
+            print(f"\n{self._titles[self._shown]}", end="")
 
 
 class Progress:
     """A bar that counts tokens; an answer that ends early counts as whole. Shown on a terminal only."""
 
-    def __init__(self, num_prompts: int, max_tokens: int) -> None:
-        self._left = [max_tokens] * num_prompts
-        self._bar = tqdm(total=num_prompts * max_tokens, unit="tok", desc="generating", disable=None)
+    def __init__(self, num_prompts: int, n: int, max_tokens: int) -> None:
+        self._n = n
+        self._left = [max_tokens] * (num_prompts * n)
+        self._bar = tqdm(total=len(self._left) * max_tokens, unit="tok", desc="generating", disable=None)
 
     def __call__(self, index: int, event: TokenEvent) -> None:
         """Takes one token."""
-        count = 1 if event.finish_reason is None else self._left[index]
-        self._left[index] -= count
+        place = index * self._n + event.sample
+        count = 1 if event.finish_reason is None else self._left[place]
+        self._left[place] -= count
         self._bar.update(count)
 
     def close(self) -> None:
@@ -191,27 +267,36 @@ def _rate(tokens: int, seconds: float) -> str:
     return f"{tokens / seconds:.1f} tokens/s" if seconds else "no time"
 
 
-def records(prompts: Sequence[str], answers: Sequence[Completion]) -> Iterator[str]:
-    """One JSON object a line, in the order of the prompts."""
-    for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+def records(prompts: Sequence[str], n: int, answers: Sequence[Completion]) -> Iterator[str]:
+    """One JSON object a line, in the order of the prompts and their n samples."""
+    for place, answer in enumerate(answers):
         record = {
-            "index": index,
-            "prompt": prompt,
+            "index": place // n,
+            "prompt": prompts[place // n],
             "text": answer.text,
             "token_ids": answer.token_ids,
             "prompt_tokens": len(answer.prompt_token_ids),
             "finish_reason": answer.finish_reason,
         }
+        if n > 1:
+            record["sample"] = answer.sample
+        if answer.logprobs is not None:
+            record["logprobs"] = answer.logprobs
         yield json.dumps(record, ensure_ascii=False) + "\n"
 
 
 def run(args: argparse.Namespace) -> None:
     """The whole command; raises UsageError, ValueError or OSError on bad input."""
-    if args.temperature != 0:
-        raise UsageError(f"--temperature accepts only 0 (greedy) for now, got {args.temperature:g}")
     given = read_prompts(args)
+    # Whatever can be refused is refused before the model loads.
+    make_requests(args, given)
+    engine_config(args, len(given))
+    num_pages = 2 if args.num_pages is None else args.num_pages
+    KVLayout(num_layers=1, num_pages=num_pages, page_size=args.page_size, num_kv_heads=1, head_dim=1)
+    if args.logprobs and args.output is None:
+        raise UsageError("--logprobs are written to a file: give --output too")
     if args.output is not None:
-        args.output.open("a").close()  # find out now whether it can be written
+        check_writable(args.output)
     if not args.quiet:
         print(f"loading {args.model} ({args.dtype}) on {jax.default_backend()}", file=sys.stderr)
     checkpoint = registry.load(args.model, dtype=DTYPES[args.dtype])
@@ -219,13 +304,13 @@ def run(args: argparse.Namespace) -> None:
     if args.chat:
         texts = [checkpoint.tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in given]
     engine = build_engine(args, checkpoint, len(given))
-    requests = [Request(text, max_tokens=args.max_tokens, ignore_eos=args.ignore_eos) for text in texts]
+    requests = make_requests(args, texts)
 
     display: Display | Progress | None = None
     if args.output is None:
-        display = Display(given)
+        display = Display(given, args.n)
     elif not args.quiet:
-        display = Progress(len(given), args.max_tokens)
+        display = Progress(len(given), args.n, args.max_tokens)
     started = time.perf_counter()
     try:
         answers = engine.generate(requests, on_token=display)
@@ -233,7 +318,7 @@ def run(args: argparse.Namespace) -> None:
         if display is not None:
             display.close()
     if args.output is not None:
-        args.output.write_text("".join(records(given, answers)), encoding="utf-8")
+        args.output.write_text("".join(records(given, args.n, answers)), encoding="utf-8")
     if not args.quiet:
         print("\n" + table(engine, time.perf_counter() - started))
 
@@ -246,7 +331,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\ninterrupted", file=sys.stderr)
         return 130
     except (UsageError, ValueError, OSError, ModuleNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
     return 0
 

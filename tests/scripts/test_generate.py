@@ -38,6 +38,10 @@ def run(capsys, model_path):
     return call
 
 
+def subprocess_environment():
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
 def prompt_arguments():
     return [part for prompt in PROMPTS for part in ("--prompt", prompt)]
 
@@ -112,53 +116,130 @@ def test_implementation_is_named(run):
     assert "reference (asked for)" in run("--prompt", "h", "--max-tokens", 2, "--implementation", "reference")[1]
 
 
+def test_samples_stops_and_logprobs(run, tmp_path):
+    output = tmp_path / "answers.jsonl"
+    common = (
+        "--prompt",
+        "hello",
+        "--prompt",
+        "h",
+        "--max-tokens",
+        6,
+        "--ignore-eos",
+        "--temperature",
+        1.5,
+        "--seed",
+        4,
+    )
+    common += ("--top-k", 200, "--top-p", 0.99, "--min-p", 0.001)
+    assert run(*common, "--output", output, "--logprobs")[0] == 0
+    records = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    assert [list(record)[-2:] for record in records] == [["sample", "logprobs"]] * 4
+    assert [(record["index"], record["prompt"], record["sample"]) for record in records] == [
+        (0, "hello", 0), (0, "hello", 1), (1, "h", 0), (1, "h", 1)
+    ]  # fmt: skip
+    assert all(len(record["logprobs"]) == 6 and max(record["logprobs"]) < 0 for record in records)
+    assert records[0]["token_ids"] != records[1]["token_ids"]
+
+    stop = records[0]["text"][2]
+    status, out, _ = run(*common, "--stop", "never", "--stop", stop)
+    assert status == 0
+    text = records[0]["text"]
+    assert f"[1.1] hello{text[: text.index(stop)]}\n" in out
+    places = [out.index(title) for title in ("[1.1] hello", "[1.2] hello", "[2.1] h", "[2.2] h")]
+    assert places == sorted(places)
+
+
+def assert_refused(result, message):
+    """One line that says what is wrong, exit status 2, nothing on stdout."""
+    status, out, err = result
+    lines = [line for line in err.splitlines() if not line.startswith("loading")]
+    assert (status, out, len(lines)) == (2, "", 1), err
+    assert lines[0].startswith("error: ")
+    assert message in lines[0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "nowhere.gguf"], "cannot load 'nowhere.gguf'"),
-        (["--prompt", ""], "the prompt is empty"),
-        (["--prompt", "h" * 200], "the prompt has 200 tokens, but at most 127 fit"),
-        (["--prompt", "hello", "--num-pages", "1"], "num_pages must be at least 2"),
-        (["--prompt", "hello", "--num-pages", "2", "--page-size", "1"], "the prompt has 2 tokens, but at most 0 fit"),
-        (["--prompt", "hello", "--page-size", "0"], "page_size must be at least 1, got 0"),
-        (["--prompt", "hello", "--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
-        (["--prompt", "hello", "--max-seqs", "0"], "max_seqs must be at least 1, got 0"),
-        (["--prompt", "hello", "--memory-utilization", "1.5"], r"memory_utilization must be in (0, 1], got 1.5"),
-        (["--prompt", "hello", "--temperature", "0.5"], "--temperature accepts only 0 (greedy) for now, got 0.5"),
+        (["--prompt", ""], "--prompt: the prompt is empty; give at least one character"),
+        (["--prompt", "", "--chat"], "--prompt: the prompt is empty; give at least one character"),
+        (["--prompt", "a\udcff"], "--prompt: the prompt is not valid Unicode text"),
+        (["--prompt", "a", "--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
+        (["--prompt", "a", "--page-size", "0"], "page_size must be at least 1, got 0"),
+        (["--prompt", "a", "--num-pages", "1"], "num_pages must be at least 2 (page 0 is the null page"),
+        (["--prompt", "a", "--num-pages", "0"], "num_pages must be at least 2 (page 0 is the null page"),
+        (["--prompt", "a", "--max-seqs", "0"], "max_seqs must be at least 1, got 0"),
+        (["--prompt", "a", "--memory-utilization", "1.5"], "memory_utilization must be in (0, 1], got 1.5"),
+        (["--prompt", "a", "--memory-utilization", "0"], "memory_utilization must be in (0, 1], got 0.0"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature must be at least 0 and finite, got -1.0"),
+        (["--prompt", "a", "--temperature", "nan"], "temperature must be at least 0 and finite, got nan"),
+        (["--prompt", "a", "--top-k", "0"], "top_k must be at least 1, or None for all tokens, got 0"),
+        (["--prompt", "a", "--top-p", "0"], "top_p must be in (0, 1], got 0.0"),
+        (["--prompt", "a", "--top-p", "1.5"], "top_p must be in (0, 1], got 1.5"),
+        (["--prompt", "a", "--min-p", "2"], "min_p must be in [0, 1], got 2.0"),
+        (["--prompt", "a", "--seed", "-1"], "seed must be in [0, 2**32), got -1"),
+        (["--prompt", "a", "--seed", "4294967296"], "seed must be in [0, 2**32), got 4294967296"),
+        (["--prompt", "a", "--n", "0"], "n must be at least 1, got 0"),
+        (["--prompt", "a", "--stop", ""], "a stop string is empty"),
+        (["--prompt", "a", "--logprobs"], "--logprobs are written to a file: give --output too"),
+        (["--prompt", "a", "--implementation", "triton"], "implementation must be one of"),
+        (["--prompt", "a", "--dtype", "int4"], "argument --dtype: invalid choice: 'int4'"),
+        (["--prompt", "a", "--seed", "x"], "argument --seed: invalid int value: 'x'"),
+        (["--prompt", "a", "--prompts", "b"], "argument --prompts: not allowed with argument --prompt"),
+        (["--unknown"], "unrecognized arguments: --unknown"),
         (["--prompts", "nowhere.jsonl"], "cannot read nowhere.jsonl"),
-        (["--prompt", "hello", "--output", "no/such/folder/out.jsonl"], "No such file or directory"),
+        (["--prompt", "a", "--output", "no/such/folder/out.jsonl"], "No such file or directory"),
+        (["--prompt", "a", "--output", "/"], "Is a directory: '/'"),
+        (["--prompt", "a"], "cannot load 'nowhere.gguf': give 'smollm2-135m', the path of an existing .gguf file"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(run, arguments, message):
-    status, out, err = run(*arguments)
-    lines = [line for line in err.splitlines() if not line.startswith("loading")]
-    assert status == 2
-    assert out == ""
-    assert len(lines) == 1
-    assert lines[0].startswith("error: ")
-    assert message in lines[0]
+def test_bad_input_is_refused_before_the_model_loads(run, arguments, message):
+    """The model is missing too, and that is only said when all else is well."""
+    assert_refused(run(*arguments, model="nowhere.gguf"), message)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ('{"prompt": "a"}\n{"prompt": ', "line 2: not JSON"),
+        ("[" * 100_000, "line 1: not JSON"),
+        ('{"prompt": "a", "id": ' + "1" * 5000 + "}", "line 1: not JSON"),
         ('\n["a"]\n', 'line 2: must be {"prompt": "..."}'),
         ('{"prompt": 3}\n', 'line 1: must be {"prompt": "..."}'),
+        ('{"prompt": "a"}\n\n{"prompt": ""}', "line 3: the prompt is empty"),
+        ('{"prompt": "\\ud800"}', "line 1: the prompt is not valid Unicode text"),
         ("\n", "holds no prompt"),
     ],
+    ids=range(8),
 )
 def test_bad_prompt_files(run, tmp_path, content, message):
     path = tmp_path / "prompts.jsonl"
     path.write_text(content)
-    status, _, err = run("--prompts", path)
-    assert status == 2
-    assert message in err
+    assert_refused(run("--prompts", path, model="nowhere.gguf"), message)
 
 
-def test_unknown_choices_are_refused_by_the_parser(run):
-    for arguments in (["--dtype", "int4"], ["--implementation", "triton"], ["--prompt", "a", "--prompts", "b"]):
-        assert run(*arguments)[0] == 2
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "h" * 200], "the prompt has 200 tokens, but at most 127 fit"),
+        (["--prompt", "h" * 20, "--num-pages", "2"], "the prompt has 20 tokens, but at most 15 fit"),
+        (["--prompt", "h", "--num-pages", "2", "--page-size", "1"], "the prompt has 1 tokens, but at most 0 fit"),
+        (["--prompt", "h", "--num-pages", "3"], "lower max_tokens to at most 31 or take more pages"),
+    ],
+)
+def test_prompts_that_do_not_fit_leave_the_output_alone(run, tmp_path, arguments, message):
+    output, kept = tmp_path / "new.jsonl", tmp_path / "kept.jsonl"
+    assert_refused(run(*arguments, "--output", output), message)
+    kept.write_text("before")
+    assert_refused(run(*arguments, "--output", kept), message)
+    assert (list(tmp_path.iterdir()), kept.read_text()) == ([kept], "before")
+
+
+def test_exit_status_of_the_process():
+    command = [sys.executable, "scripts/generate.py", "--prompt", "a", "--temperature", "-1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=subprocess_environment())
+    assert_refused((done.returncode, done.stdout, done.stderr), "temperature must be at least 0")
 
 
 def test_interrupted_run_ends_cleanly(run, monkeypatch):
@@ -184,7 +265,7 @@ def test_default_run_shows_text_and_ctrl_c_stops_it():
     )
     process = subprocess.Popen(
         [sys.executable, "-u", "-c", program],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": ""},
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=subprocess_environment(),
     )  # fmt: skip
     assert process.stdout is not None
     try:
