@@ -36,7 +36,7 @@ class Answer:
 
     Attributes:
       sequence, request: as given.
-      needs: what it wants of its steps.
+      needs: what it wants of its steps at most.
       prompt_logprobs: float32 [prompt_len - 1], filled as the prompt is computed; empty if not asked for.
     """
 
@@ -44,6 +44,7 @@ class Answer:
         self.sequence = sequence
         self.request = request
         self.needs = needs_of(request)
+        self._later_needs = self.needs._replace(prompt_logprobs=False)
         self.prompt_logprobs = np.zeros(sequence.prompt_len - 1 if request.prompt_logprobs else 0, np.float32)
         end_ids = frozenset() if tokenizer is None or request.ignore_eos else tokenizer.eos_ids
         self._end_ids = end_ids | frozenset(request.stop_ids)
@@ -54,9 +55,11 @@ class Answer:
         self._top_logprobs: list[dict[int, float]] = []
 
     @property
-    def is_scoring(self) -> bool:
-        """Whether its next step computes prompt tokens whose log probabilities are wanted."""
-        return self.sequence.num_cached < len(self.prompt_logprobs)
+    def next_needs(self) -> Needs:
+        """What it wants of its next step: prompts are scored only while they are computed."""
+        if self.sequence.num_cached < len(self.prompt_logprobs):
+            return self.needs
+        return self._later_needs
 
     def take_prompt(self, logprobs: np.ndarray, num_cached: int) -> None:
         """Takes the log probabilities that a step computed of the tokens after `num_cached` and those that follow."""

@@ -183,12 +183,11 @@ class Engine:
             and values do not matter); none for greedy ones.
         """
         wanted = [self._union([answers.needs_of(request)]) for request in like] or [self._always]
-        decodes = {needs._replace(prompt_logprobs=False) for needs in wanted}
         scored = {False} | {needs.prompt_logprobs for needs in wanted}
-        prefills = {needs._replace(prompt_logprobs=flag) for needs in decodes for flag in scored}
-        sizes = [(size, 1, size, decodes) for size in self.config.decode_sizes]
-        sizes += [(size, size, min(size, self.config.max_seqs), prefills) for size in self.config.prefill_sizes]
-        for num_tokens, longest, rows, programs in sizes:
+        programs = {needs._replace(prompt_logprobs=flag) for needs in wanted for flag in scored}
+        sizes = [(size, 1, size) for size in self.config.decode_sizes]
+        sizes += [(size, size, min(size, self.config.max_seqs)) for size in self.config.prefill_sizes]
+        for num_tokens, longest, rows in sizes:
             counts = np.zeros(self.config.max_seqs, np.int32)
             _, _, batch, _, _ = self._append(counts, num_tokens, longest)
             for needs in programs:
@@ -209,7 +208,7 @@ class Engine:
             self._scheduler.add(answer.sequence)
         return samples
 
-    def _union(self, wanted: Sequence[Needs]) -> Needs:
+    def _union(self, wanted: Iterable[Needs]) -> Needs:
         return Needs(*map(any, zip(self._always, *wanted, strict=True)))
 
     def _extras(self, needs: Needs, running: Sequence[tuple[Answer, int]], num_tokens: int, rows: int) -> Extras:
@@ -236,8 +235,8 @@ class Engine:
             start += count
             logit_rows[i] = start - 1
         running = [(self._answers[sequence], count) for sequence, count in plan.counts]
-        wanted = [answer.needs._replace(prompt_logprobs=answer.is_scoring) for answer, _ in running]
-        extras = self._extras(self._union(wanted), running, size, len(logit_rows))
+        needs = self._union({answer.next_needs for answer, _ in running})
+        extras = self._extras(needs, running, size, len(logit_rows))
         output = self._compute(token_ids, batch, logit_rows, extras)
         self._tables, self._pool = tables, pool
         return output

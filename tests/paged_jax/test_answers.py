@@ -1,15 +1,18 @@
 """Sampled answers, log probabilities, stops and several samples, from the engine with the tiny model."""
 
+import re
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import paged_jax as pj
+from paged_jax import sampling, steps
 from tests.paged_jax.test_engine import Letters, assert_all_free, assert_greedy, make_engine, prompts, requests
-from tests.paged_jax.tiny import VOCAB, greedy, numpy_logits
+from tests.paged_jax.tiny import VOCAB, TinyModel, greedy, numpy_logits, tiny_layout, tiny_params
 
 NEW = 9
 ATOL = 1e-4
@@ -56,16 +59,26 @@ def numpy_logprobs(token_ids):
 
 
 def test_warm_up_compiles_what_requests_like_these_need():
-    asked = [
-        pj.Request([1, 2], max_tokens=3, sampling=pj.SamplingParams(1.0), prompt_logprobs=True),
-        pj.Request([1], max_tokens=5),
-    ]
-    engine().warm_up(*asked)
+    scored = pj.Request([1, 2], max_tokens=3, sampling=pj.SamplingParams(1.0), prompt_logprobs=True)
+    engine().warm_up(scored)
     compiled = engine()._steps.num_compilations
-    engine().generate(asked)
-    engine().generate(asked[::-1])
+    engine().generate([scored, pj.Request([1], max_tokens=3, sampling=pj.SamplingParams(9.0))])
+    engine().generate([pj.Request(prompts()[5], max_tokens=3, logprobs=0), scored])
     assert engine()._steps.num_compilations == compiled
     assert_all_free(engine())
+
+
+def test_greedy_steps_compute_argmax_only():
+    token_ids, batch, kv = steps._step_shapes(tiny_layout(), max_seqs=4, pages_per_seq=16, num_tokens=4, longest=1)
+    batch = replace(batch, implementation="reference")
+
+    def names(extras):
+        step = partial(steps._step, TinyModel(), None)
+        jaxpr = jax.make_jaxpr(step)(tiny_params(), token_ids, batch, kv, extras)
+        return set(re.findall(r"argmax|top_k|random_bits|logsumexp|cond", str(jaxpr)))
+
+    assert names(steps.Extras()) == {"argmax"}
+    assert names(steps.Extras(sampling.pack([], 4))) >= {"argmax", "top_k", "random_bits", "cond"}
 
 
 def test_greedy_requests_stay_greedy_beside_sampled_ones():

@@ -1,10 +1,19 @@
 """Stop strings: what is streamed joins to the text up to the first one, however the text comes."""
 
+from functools import cache
+
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import example, given
 
+import paged_jax as pj
+from models.tokenizer import Tokenizer
+from paged_jax.answer import Answer
+from paged_jax.scheduler import SequenceState
+from paged_jax.steps import StepOutput
 from paged_jax.stop import StopFilter
+from tests.tiny_checkpoint import tiny_tokenizer, vocabulary
 
 STOPS = st.lists(st.text("ab🎉", min_size=1, max_size=4), min_size=1, max_size=3)
 
@@ -51,3 +60,37 @@ def test_how_the_text_is_cut_does_not_matter(pieces):
     given, stopped = filtered(pieces, ["lo w", "o wo"])
     assert "".join(given) == "hel"
     assert stopped
+
+
+@cache
+def tokenizer():
+    """Byte-level: a character of several bytes is several tokens."""
+    return Tokenizer(
+        tiny_tokenizer(), add_bos=False, bos_token=None, eos_token=None, eos_ids=frozenset({0}), chat_template=None
+    )
+
+
+IDS = st.lists(
+    st.one_of(st.sampled_from(tokenizer().encode("ab🎉")), st.integers(1, len(vocabulary()) - 1)), max_size=20
+)
+
+
+@given(ids=st.lists(IDS, max_size=20), stop=STOPS, ends=st.booleans())
+@example(ids=tokenizer().encode("a🎉"), stop=["🎉"], ends=False)
+@example(ids=tokenizer().encode("ba🎉")[:-1], stop=["a"], ends=False)  # held back with half a character, then stopped
+def test_tokens_become_text_that_is_never_taken_back(ids, stop, ends):
+    """The events of an answer, half characters and end tokens among them, concatenate to its text."""
+    ids = [*ids, 0] if ends else [*ids, 5]
+    sequence = SequenceState(0, [7], 1, 1 + len(ids))
+    answer = Answer(sequence, pj.Request([7], stop=stop), tokenizer())
+    events = []
+    for token in ids:
+        events.append(answer.take_token(StepOutput(np.array([token], np.int32)), 0))
+        if sequence.finish_reason is not None:
+            break
+    done = answer.completion()
+    text, stopped = expected(tokenizer().decode(done.token_ids), stop)
+    assert done.text == text == "".join(event.text for event in events)
+    assert done.finish_reason == events[-1].finish_reason == ("stop" if stopped or ends else "length")
+    assert done.token_ids == ids[: len(events)]
+    assert len(events) == len(ids) or stopped
