@@ -135,11 +135,14 @@ def check_prompt(prompt: str, where: str) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Finds out whether a file can be written, without touching it; raises OSError if not."""
-    if path.exists():
-        os.close(os.open(path, os.O_WRONLY))
-    else:
-        tempfile.TemporaryFile(dir=path.parent).close()
+    """Finds out whether a file can be written, without touching it."""
+    try:
+        if path.exists():
+            os.close(os.open(path, os.O_WRONLY))
+        else:
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
 
 
 def make_requests(args: argparse.Namespace, texts: Sequence[str]) -> list[Request]:

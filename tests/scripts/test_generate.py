@@ -189,8 +189,11 @@ def assert_refused(result, message):
         (["--prompt", "a", "--prompts", "b"], "argument --prompts: not allowed with argument --prompt"),
         (["--unknown"], "unrecognized arguments: --unknown"),
         (["--prompts", "nowhere.jsonl"], "cannot read nowhere.jsonl"),
-        (["--prompt", "a", "--output", "no/such/folder/out.jsonl"], "No such file or directory"),
-        (["--prompt", "a", "--output", "/"], "Is a directory: '/'"),
+        (
+            ["--prompt", "a", "--output", "no/such/out.jsonl"],
+            "cannot write no/such/out.jsonl: No such file or directory",
+        ),
+        (["--prompt", "a", "--output", "/"], "cannot write /: Is a directory"),
         (["--prompt", "a"], "cannot load 'nowhere.gguf': give 'smollm2-135m', the path of an existing .gguf file"),
     ],
 )
