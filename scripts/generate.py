@@ -192,7 +192,7 @@ class Display:
         self._titles = [
             f"[{number}] {prompt}" if n == 1 else f"[{number}.{sample}] {prompt}"
             for number, prompt in enumerate(prompts, start=1)
-            for sample in range(n)
+            for sample in range(1, n + 1)
         ]
         self._pending = [""] * len(self._titles)
         self._finished = [False] * len(self._titles)

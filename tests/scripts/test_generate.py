@@ -96,6 +96,13 @@ def test_display_streams_the_first_unfinished_answer(capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_display_shows_samples_apart(capsys):
+    display = generate.Display(["A", "B"], n=2)
+    for index, sample, text in ((1, 1, "b1"), (0, 1, "a1"), (0, 0, "a0"), (1, 0, "b0")):
+        display(index, pj.TokenEvent(index, 0, text, "stop", sample))
+    assert capsys.readouterr().out == "\n[1.1] Aa0\n\n[1.2] Aa1\n\n[2.1] Bb0\n\n[2.2] Bb1\n"
+
+
 def test_chat_puts_prompts_into_the_template(run, tmp_path):
     output = tmp_path / "out.jsonl"
     assert run("--chat", "--prompt", "hello", "--max-tokens", 1, "--output", output)[0] == 0
@@ -116,23 +123,10 @@ def test_implementation_is_named(run):
     assert "reference (asked for)" in run("--prompt", "h", "--max-tokens", 2, "--implementation", "reference")[1]
 
 
-def test_samples_stops_and_logprobs(run, tmp_path):
+def test_samples_and_logprobs(run, tmp_path):
     output = tmp_path / "answers.jsonl"
-    common = (
-        "--prompt",
-        "hello",
-        "--prompt",
-        "h",
-        "--max-tokens",
-        6,
-        "--ignore-eos",
-        "--temperature",
-        1.5,
-        "--seed",
-        4,
-    )
-    common += ("--top-k", 200, "--top-p", 0.99, "--min-p", 0.001)
-    assert run(*common, "--output", output, "--logprobs")[0] == 0
+    arguments = ("--prompt", "hello", "--prompt", "h", "--max-tokens", 6, "--ignore-eos", "--n", 2, "--logprobs")
+    assert run(*arguments, "--temperature", 1.5, "--output", output)[0] == 0
     records = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     assert [list(record)[-2:] for record in records] == [["sample", "logprobs"]] * 4
     assert [(record["index"], record["prompt"], record["sample"]) for record in records] == [
@@ -141,13 +135,16 @@ def test_samples_stops_and_logprobs(run, tmp_path):
     assert all(len(record["logprobs"]) == 6 and max(record["logprobs"]) < 0 for record in records)
     assert records[0]["token_ids"] != records[1]["token_ids"]
 
-    stop = records[0]["text"][2]
-    status, out, _ = run(*common, "--stop", "never", "--stop", stop)
-    assert status == 0
-    text = records[0]["text"]
-    assert f"[1.1] hello{text[: text.index(stop)]}\n" in out
-    places = [out.index(title) for title in ("[1.1] hello", "[1.2] hello", "[2.1] h", "[2.2] h")]
-    assert places == sorted(places)
+
+def test_every_option_reaches_the_request():
+    line = "--max-tokens 3 --ignore-eos --temperature 0.5 --top-k 4 --top-p 0.9 --min-p 0.1 --seed 7 --n 2 --logprobs"
+    args = generate.parse_arguments([*line.split(), "--stop", "a b", "--stop", "c"])
+    (request,) = generate.make_requests(args, ["text"])
+    assert request == pj.Request(
+        "text", 3, True, pj.SamplingParams(0.5, 4, 0.9, 0.1, seed=7), n=2, stop=["a b", "c"], logprobs=0
+    )
+    (plain,) = generate.make_requests(generate.parse_arguments([]), ["text"])
+    assert plain == pj.Request("text", 64, stop=[])
 
 
 def assert_refused(result, message):
