@@ -52,7 +52,7 @@ class Admission:
             wrong = [token for token in tokens if not 0 <= token < self.vocab_size]
             if wrong:
                 last = self.vocab_size - 1
-                raise ValueError(f"{name} has token {wrong[0]}, which is outside the model's vocabulary, 0..{last}")
+                raise ValueError(f"{name} has token {wrong[0]}, outside the model's vocabulary 0..{last}")
         return list(prompt)
 
     def length(self, prompt_len: int, max_tokens: int | None) -> int:
