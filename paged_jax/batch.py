@@ -24,7 +24,8 @@ class Batch:
       seq_lens: [num_seqs] tokens in the cache once this step is written; 0 for sequences without a query.
       cu_query_lens: [num_seqs + 1] cumulative query lengths.
       positions: [num_tokens] position of each token in its sequence; 0 for padding.
-      slot_mapping: [num_tokens] slot that each token's key and value go to; -1 for padding.
+      slot_mapping: [num_tokens] slot that each token's key and value go to; -1 for padding and for tokens whose
+        key and value are there already.
       logit_rows: tokens whose logits are wanted; as made by the block tables [num_seqs], the last token of each
         sequence (0 where a sequence has none). A caller may put fewer rows there.
       max_query_len: static upper bound of the query lengths.
@@ -49,30 +50,36 @@ def ragged(
     page_size: int,
     num_tokens: int,
     max_query_len: int,
+    rereads: Int32[Array, " num_seqs"] | None = None,
 ) -> Batch:
     """The batch that appends `counts[s]` tokens to each sequence, packed in the order of the rows.
 
     Args:
       block_tables: page ids, those of the new tokens included.
       cached_lens: tokens of each sequence before this step.
-      counts: new tokens of each sequence; their sum is at most `num_tokens`.
+      counts: new tokens of each sequence.
       page_size: tokens a page.
-      num_tokens: static length of the packed tokens; those past the sum are padding.
-      max_query_len: static upper bound of `counts`.
+      num_tokens: static length of the packed tokens; those past the sum of `counts` and `rereads` are padding.
+      max_query_len: static upper bound of `counts + rereads`.
+      rereads: cached tokens at the end of each sequence that are computed again, before the new ones, and not
+        written; None for none.
     """
     num_seqs = counts.shape[0]
-    cu_query_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
+    rereads = jnp.zeros_like(counts) if rereads is None else rereads
+    query_lens = counts + rereads
+    cu_query_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(query_lens, dtype=jnp.int32)])
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     seq = jnp.minimum((token[:, None] >= cu_query_lens[1:]).sum(axis=1, dtype=jnp.int32), num_seqs - 1)
-    positions = jnp.where(token < cu_query_lens[-1], cached_lens[seq] + token - cu_query_lens[seq], 0)
+    is_token = token < cu_query_lens[-1]
+    positions = jnp.where(is_token, (cached_lens - rereads)[seq] + token - cu_query_lens[seq], 0)
     slots = block_tables[seq, positions // page_size] * page_size + positions % page_size
     return Batch(
         block_tables=block_tables,
-        seq_lens=jnp.where(counts > 0, cached_lens + counts, 0),
+        seq_lens=jnp.where(query_lens > 0, cached_lens + counts, 0),
         cu_query_lens=cu_query_lens,
         positions=positions,
-        slot_mapping=jnp.where(token < cu_query_lens[-1], slots, -1),
-        logit_rows=jnp.where(counts > 0, cu_query_lens[1:] - 1, 0),
+        slot_mapping=jnp.where(is_token & (positions >= cached_lens[seq]), slots, -1),
+        logit_rows=jnp.where(query_lens > 0, cu_query_lens[1:] - 1, 0),
         max_query_len=max_query_len,
     )
 

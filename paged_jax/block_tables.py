@@ -71,6 +71,7 @@ def append(
     page_size: int,
     num_tokens: int,
     max_query_len: int | None = None,
+    rereads: Int32[Array, " max_seqs"] | None = None,
 ) -> Grown:
     """Makes room for `counts[s]` more tokens of each sequence, taking pages as they are needed.
 
@@ -82,13 +83,15 @@ def append(
       pool: the pool that the tables' pages come from.
       counts: tokens to append, 0 for sequences that rest. A sequence whose length was 0 begins.
       page_size: tokens a page.
-      num_tokens: static length of the packed batch, at least the sum of `counts`.
-      max_query_len: static upper bound of `counts`; num_tokens if None.
+      num_tokens: static length of the packed batch, at least the sum of `counts` and `rereads`.
+      max_query_len: static upper bound of `counts + rereads`; num_tokens if None.
+      rereads: cached tokens at the end of each sequence to compute again, for their hidden states: in the batch they
+        come before the new tokens, and nothing is written for them. None for none.
 
     Returns:
       (tables, pool, batch, copies, ok). `ok` is one bool for the whole step. When it is false (too few free pages, a
-      sequence longer than its row, a negative count, a count above max_query_len or a sum above num_tokens) tables
-      and pool are unchanged, the batch writes nothing and there is nothing to copy.
+      sequence longer than its row, a negative count, a query above max_query_len, a sum above num_tokens, or a reread
+      of what is not cached) tables and pool are unchanged, the batch writes nothing and there is nothing to copy.
 
     Raises:
       ValueError: num_tokens is below 1, or max_query_len outside 1..num_tokens.
@@ -98,9 +101,13 @@ def append(
     longest = num_tokens if max_query_len is None else max_query_len
     if not 1 <= longest <= num_tokens:
         raise ValueError(f"max_query_len must be in 1..num_tokens = {num_tokens}, got {longest}")
-    fits = (counts.sum(dtype=jnp.int32) <= num_tokens) & (counts <= longest).all()
+    rereads = jnp.zeros_like(counts) if rereads is None else rereads
+    query_lens = counts + rereads
+    fits = (query_lens.sum(dtype=jnp.int32) <= num_tokens) & (query_lens <= longest).all()
+    fits &= ((rereads >= 0) & (rereads <= tables.seq_lens)).all()
+    rereads = jnp.where(fits, rereads, 0)
     new_pages_limit = num_tokens // page_size + counts.shape[0]
-    build = partial(batch.ragged, num_tokens=num_tokens, max_query_len=longest)
+    build = partial(batch.ragged, rereads=rereads, num_tokens=num_tokens, max_query_len=longest)
     return _grow(tables, pool, counts, fits, build, page_size=page_size, new_pages_limit=new_pages_limit)
 
 
@@ -144,6 +151,38 @@ def fork(
     parents = jnp.arange(max_seqs, dtype=jnp.int32)
     parents = parents.at[jnp.where(dst < 0, max_seqs, dst)].set(src, mode="drop")
     return reorder(tables, pool, parents)
+
+
+def adopt(
+    tables: BlockTables,
+    pool: PagePool,
+    row: Int32[Array, ""],
+    page_ids: Int32[Array, " pages_per_seq"],
+    seq_len: Int32[Array, ""],
+) -> tuple[BlockTables, PagePool]:
+    """An empty row becomes a name for live pages, each with one reference more: a sequence begins with cached tokens.
+
+    Args:
+      tables: the tables.
+      pool: their pool.
+      row: an empty row.
+      page_ids: pages that hold the sequence's first tokens, then null pages.
+      seq_len: how many tokens they hold.
+    """
+    pool = page_pool.retain(pool, page_ids)
+    return BlockTables(tables.page_ids.at[row].set(page_ids), tables.seq_lens.at[row].set(seq_len)), pool
+
+
+def release_before(
+    tables: BlockTables, pool: PagePool, first_pages: Int32[Array, " max_seqs"]
+) -> tuple[BlockTables, PagePool]:
+    """Gives back each row's pages before its logical page `first_pages[s]`, where no window reaches any more.
+
+    The lengths stay, and with them the places of the other pages; the entries become null pages, which kernels do not
+    read when every layer attends through a window that starts behind them.
+    """
+    column = jnp.arange(tables.page_ids.shape[1], dtype=jnp.int32)
+    return _shrink(tables, pool, tables.seq_lens, column >= first_pages[:, None])
 
 
 def truncate(
