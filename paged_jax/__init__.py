@@ -4,7 +4,8 @@ The core (works inside your own jit, scan and while_loop):
     KVLayout, PagedCache, append, append_decode, fork, reorder, truncate, release, copy_pages, gather_kv, usage,
     write_kv, attend, Batch; and, one level below, the modules `page_pool` and `block_tables`.
 The engine (generates for many requests out of one pool):
-    Engine, EngineConfig, Model (what it asks of a model), Request, SamplingParams, Completion, TokenEvent, size_pool.
+    Engine, EngineConfig, Model (what it asks of a model), Request, SamplingParams, Completion, TokenEvent,
+    EngineMetrics, PrefixMatch, size_pool.
 """
 
 from paged_jax import block_tables, page_pool
@@ -27,11 +28,13 @@ from paged_jax.cache import (
 )
 from paged_jax.config import EngineConfig
 from paged_jax.engine import Engine
-from paged_jax.errors import MemoryBudgetError, MissingBackendError, RequestTooLongError
+from paged_jax.errors import EngineBusyError, MemoryBudgetError, MissingBackendError, RequestTooLongError
 from paged_jax.layout import NULL_PAGE, KVLayout
 from paged_jax.page_pool import PagePool
-from paged_jax.request import Completion, Request, TokenEvent
+from paged_jax.prefix import PrefixMatch
+from paged_jax.request import Completion, Request, Times, TokenEvent
 from paged_jax.sampling import SamplingParams
+from paged_jax.stats import EngineMetrics
 from paged_jax.steps import Model
 
 __all__ = [
@@ -40,7 +43,9 @@ __all__ = [
     "BlockTables",
     "Completion",
     "Engine",
+    "EngineBusyError",
     "EngineConfig",
+    "EngineMetrics",
     "KVLayout",
     "KVPages",
     "MemoryBudgetError",
@@ -49,9 +54,11 @@ __all__ = [
     "PageCopies",
     "PagePool",
     "PagedCache",
+    "PrefixMatch",
     "Request",
     "RequestTooLongError",
     "SamplingParams",
+    "Times",
     "TokenEvent",
     "append",
     "append_decode",

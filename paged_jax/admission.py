@@ -1,13 +1,17 @@
 """Whether a request can run at all: checked before anything is queued."""
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 from paged_jax import steps
+from paged_jax.answer import Answer
 from paged_jax.config import EngineConfig
 from paged_jax.errors import RequestTooLongError
 from paged_jax.layout import KVLayout
+from paged_jax.prefix import Namespace, PageKeys
 from paged_jax.request import Request, Tokenizer
+from paged_jax.sequence import SequenceState
 from paged_jax.steps import Model
 
 
@@ -32,6 +36,27 @@ class Admission:
     def vocab_size(self) -> int:
         """Width of the model's logits; the first use traces the model."""
         return steps.vocab_size(self._model, self._params, self._layout)
+
+    def samples(self, request: Request | str | Sequence[int]) -> list[Answer]:
+        """The answers to a request (a bare prompt stands for `Request(prompt)`), not queued yet, one for each sample.
+
+        Raises:
+          ValueError, RequestTooLongError: see `prompt` and `length`.
+        """
+        request = request if isinstance(request, Request) else Request(request)
+        tokens = self.prompt(request)
+        return self._answers(request, tokens, self.length(len(tokens), request.max_tokens))
+
+    def scored(self, token_ids: Sequence[int]) -> Answer:
+        """The answer to a request that wants log probabilities of its tokens and nothing new.
+
+        Raises:
+          ValueError, RequestTooLongError: see `prompt` and `scored_length`.
+        """
+        request = Request(token_ids, prompt_logprobs=True)
+        tokens = self.prompt(request)
+        (answer,) = self._answers(request, tokens, self.scored_length(len(tokens)))
+        return answer
 
     def prompt(self, request: Request) -> list[int]:
         """The prompt's tokens.
@@ -88,3 +113,16 @@ class Admission:
                 f"(max_model_len {self._config.max_model_len}, pool {self._layout.num_pages - 1} pages of "
                 f"{self._layout.page_size} tokens)"
             )
+
+    def _answers(self, request: Request, tokens: list[int], max_len: int) -> list[Answer]:
+        namespace = Namespace(request.cache_salt, tuple(request.extra_keys))
+        # Log probabilities of a prompt are computed, not remembered.
+        reads_cache = self._config.prefix_caching and request.reads_cache and not request.prompt_logprobs
+        sequences = [
+            SequenceState(
+                child, list(tokens), len(tokens), max_len, PageKeys(namespace, self._layout.page_size), reads_cache
+            )
+            for child in range(request.n)
+        ]
+        sequences[0].children = sequences[1:]
+        return [Answer(sequence, request, self._tokenizer) for sequence in sequences]

@@ -1,13 +1,15 @@
 """An answer as it grows: its text, its log probabilities and its end; and what a step must compute for it."""
 
+import math
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from paged_jax import sampling
-from paged_jax.request import Completion, Request, TokenEvent, Tokenizer
-from paged_jax.scheduler import SequenceState
+from paged_jax.request import Completion, Request, Times, TokenEvent, Tokenizer
+from paged_jax.sequence import SequenceState
 from paged_jax.steps import Extras, StepOutput
 from paged_jax.stop import StopFilter
 
@@ -51,6 +53,8 @@ class Answer:
         self._stream = None if tokenizer is None else tokenizer.stream()
         self._filter = StopFilter(request.stop_strings) if request.stop_strings else None
         self._text: list[str] = []
+        self._arrived = time.perf_counter()
+        self._started = self._first_token = self._ended = math.nan
         self._logprobs: list[float] = []
         self._top_logprobs: list[dict[int, float]] = []
 
@@ -61,6 +65,21 @@ class Answer:
             return self.needs
         return self._later_needs
 
+    def start(self) -> None:
+        """The sequence takes part in a step; the first time counts."""
+        if math.isnan(self._started):
+            self._started = time.perf_counter()
+
+    def end(self, reason: str) -> None:
+        """The sequence ends."""
+        self.sequence.finish_reason = reason
+        self._ended = time.perf_counter()
+
+    def fork_from(self, parent: "Answer") -> None:
+        """Its prompt was computed by another of the request's samples."""
+        self._started = parent._started
+        self.prompt_logprobs[:] = parent.prompt_logprobs
+
     def take_prompt(self, logprobs: np.ndarray, num_cached: int) -> None:
         """Takes the log probabilities that a step computed of the tokens after `num_cached` and those that follow."""
         part = self.prompt_logprobs[num_cached : num_cached + len(logprobs)]
@@ -70,9 +89,11 @@ class Answer:
         """Takes the token of one row of a step: adds it to the sequence, and ends it if it is the last."""
         sequence, token = self.sequence, int(output.tokens[row])
         sequence.tokens.append(token)
+        if math.isnan(self._first_token):
+            self._first_token = time.perf_counter()
         is_end = token in self._end_ids
         if is_end or len(sequence.tokens) == sequence.max_len:
-            sequence.finish_reason = "stop" if is_end else "length"
+            self.end("stop" if is_end else "length")
         text = self._new_text(token, is_end)
         if self.request.logprobs is None:
             return TokenEvent(sequence.request_id, token, text, sequence.finish_reason, sequence.child)
@@ -89,10 +110,19 @@ class Answer:
             text="".join(self._text),
             finish_reason=sequence.finish_reason,
             sample=sequence.child,
+            cached_tokens=sequence.num_hit or 0,
+            times=self._times(),
             logprobs=None if request.logprobs is None else self._logprobs,
             top_logprobs=list(self._top_logprobs) if request.logprobs else None,
             prompt_logprobs=self.prompt_logprobs.tolist() if request.prompt_logprobs else None,
         )
+
+    def _times(self) -> Times:
+        # What an aborted answer never reached took no time.
+        started, first, ended = (
+            self._ended if math.isnan(x) else x for x in (self._started, self._first_token, self._ended)
+        )
+        return Times(queue=started - self._arrived, prefill=first - started, decode=ended - first)
 
     def _new_text(self, token: int, is_end: bool) -> str:
         if self._stream is None:
@@ -103,7 +133,7 @@ class Answer:
         if self._filter is not None:
             text = self._filter.push(text)
             if self._filter.stopped:
-                self.sequence.finish_reason = "stop"
+                self.end("stop")
             elif self.sequence.finish_reason is not None:
                 text += self._filter.finish()
         self._text.append(text)

@@ -14,6 +14,9 @@ class EngineConfig:
       max_model_len: longest sequence in tokens, prompt and answer together.
       max_tokens_per_step: tokens one step computes; longer prompts are prefilled in chunks.
       memory_utilization: fraction of the device's memory for weights, temporaries and pages.
+      prefix_caching: let requests with the same beginning share pages.
+      sliding_window: keys that every layer of the model looks back on at most; pages behind it are given back. None
+        when some layer sees everything.
       implementation: attention implementation, a key of `pallas_kernels.IMPLEMENTATIONS`; None to choose by platform.
 
     Raises:
@@ -24,6 +27,8 @@ class EngineConfig:
     max_model_len: int = 2048
     max_tokens_per_step: int = 512
     memory_utilization: float = 0.9
+    prefix_caching: bool = True
+    sliding_window: int | None = None
     implementation: str | None = None
 
     def __post_init__(self) -> None:
@@ -35,6 +40,8 @@ class EngineConfig:
                 f"max_tokens_per_step must be at least max_seqs = {self.max_seqs} (one token for each sequence), "
                 f"got {self.max_tokens_per_step}"
             )
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(f"sliding_window must be at least 1, or None for none, got {self.sliding_window}")
         if not 0 < self.memory_utilization <= 1:
             raise ValueError(f"memory_utilization must be in (0, 1], got {self.memory_utilization}")
         if self.implementation is not None and self.implementation not in pallas_kernels.IMPLEMENTATIONS:

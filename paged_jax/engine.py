@@ -1,9 +1,9 @@
 """The engine: takes requests, runs them together out of one pool of pages, and gives their tokens as they come."""
 
-import itertools
+import asyncio
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,33 +12,35 @@ from jaxtyping import Float
 
 import pallas_kernels
 from paged_jax import answer as answers
-from paged_jax import block_tables, page_pool
 from paged_jax.admission import Admission
 from paged_jax.answer import Answer, Needs
-from paged_jax.batch import Batch
-from paged_jax.block_tables import BlockTables
-from paged_jax.cache import KVPages
 from paged_jax.config import EngineConfig
-from paged_jax.errors import MissingBackendError
+from paged_jax.errors import EngineBusyError
 from paged_jax.layout import KVLayout
-from paged_jax.page_pool import PagePool
+from paged_jax.prefix import Namespace, PageKeys, PrefixMatch
 from paged_jax.request import Completion, Request, TokenEvent, Tokenizer
+from paged_jax.runner import Runner
 from paged_jax.sampling import LogitsProcessor
-from paged_jax.scheduler import Scheduler, SequenceState, StepPlan
-from paged_jax.stats import EngineStats
+from paged_jax.scheduler import Scheduler, StepPlan
+from paged_jax.sequence import SequenceState
+from paged_jax.stats import EngineMetrics, EngineStats, PageMap, live_pages, page_map, snapshot
 from paged_jax.steps import Extras, Model, StepOutput, Steps
+from paged_jax.streams import Streams
 
 
 class Engine:
     """Generates for many requests at once.
 
+    Requests are served first come first served, prompts in chunks beside the decoding of others. Full pages are named
+    by what they hold, so that requests with the same beginning share pages and skip that part of their prefill; when
+    pages run out the newest request is put back and computed again later. None of this changes an answer.
+
     A step compiles what its requests ask for: greedy tokens alone, drawn tokens or log probabilities (one program,
     whatever the parameters; greedy rows may stand among drawn ones), the same with the tokens so far, and each of
     these with the scores of prompts.
 
-    The allocator's state (block tables and page pool) lives on the host's CPU device, the pages beside the
-    parameters. A step that raises leaves no request lost: the pages are dropped, what ran goes back to the queue with
-    its tokens, and the next step computes it anew.
+    A step that raises leaves no request lost: the pages are dropped, what ran goes back to the queue with its tokens,
+    and the next step computes it anew. The methods may be called from several threads.
 
     Args:
       model: the model contract (see `paged_jax.steps.Model`).
@@ -46,9 +48,9 @@ class Engine:
       layout: geometry of the pages, their number included (see `paged_jax.budget.size_pool`).
       tokenizer: for prompts and answers as text; None for token ids alone.
       config: limits and choices.
-      logits_processor: pure function `(logits float32 [rows, vocab], tokens int32 [rows, max_model_len]) -> logits`,
-        compiled into every step; goes before penalty and temperature. `tokens` are the row's prompt and answer so far,
-        padded with -1. -inf forbids a token; at least one must be left.
+      logits_processor: pure function `(logits float32 [rows, vocab], tokens int32 [rows, max_model_len]) -> logits`
+        that is compiled into every step and goes before penalty and temperature; `tokens` are the row's prompt and
+        answer so far, padded with -1. -inf forbids a token; at least one must be left.
 
     Raises:
       MissingBackendError: JAX was started without its CPU backend.
@@ -67,68 +69,107 @@ class Engine:
         self.config = config or EngineConfig()
         self.layout = layout
         self.stats = EngineStats(layout)
-        self._params = params
         self._tokenizer = tokenizer
-        (self._device,) = jax.tree.leaves(params)[0].devices()
-        self._host = _cpu_device()
-        self._steps = Steps(model, page_size=layout.page_size, logits_processor=logits_processor)
+        steps = Steps(model, page_size=layout.page_size, logits_processor=logits_processor)
+        self._runner = Runner(steps, params, layout, self.config)
         self._always = Needs(sampling=logits_processor is not None, context=logits_processor is not None)
         self._admission = Admission(model, params, layout, tokenizer, self.config)
         self._scheduler = Scheduler(self.config, layout)
         self._answers: dict[SequenceState, Answer] = {}
-        self._ids = itertools.count()
-        self._tables, self._pool, self._kv = self._empty_cache()
+        self._requests: dict[int, list[SequenceState]] = {}
+        self._next_id = 0
+        self._lock = threading.RLock()
+        self._streams = Streams(step=self.step, abort=self.abort, is_alive=self._requests.__contains__, lock=self._lock)
 
     @property
     def implementation(self) -> str:
         """The attention implementation in use, and why."""
         if self.config.implementation is not None:
             return f"{self.config.implementation} (asked for)"
-        return f"{pallas_kernels.default_implementation()} (default on {self._device.platform})"
+        return f"{pallas_kernels.default_implementation()} (default on {self._runner.device.platform})"
 
     @property
     def max_request_len(self) -> int:
         """Longest prompt and answer together, in tokens: what the context and the pool hold."""
         return self._admission.max_len
 
-    def add_request(self, request: Request) -> int:
-        """Queues a request and returns its id.
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is waiting or running: `step` has nothing to do."""
+        return not self._requests
+
+    def add_request(self, request: Request | str | Sequence[int]) -> int:
+        """Queues a request (a bare prompt stands for `Request(prompt)`) and returns its id.
 
         Raises:
           ValueError: the prompt is empty, has a token outside the vocabulary or is text without a tokenizer, or there
             are stop strings without one.
           RequestTooLongError: the prompt leaves no room for a token, or max_tokens can never fit the pool.
         """
-        return self._enqueue(self._checked(request))[0].sequence.request_id
+        with self._lock:
+            return self._enqueue(self._admission.samples(request))
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request wherever it is, with finish_reason "abort", and gives its pages back; a finished one stays so.
+
+        Raises:
+          ValueError: the id was never given out.
+        """
+        with self._lock:
+            if not 0 <= request_id < self._next_id:
+                raise ValueError(f"request_id must be one that add_request gave, 0..{self._next_id - 1}: {request_id}")
+            running = []
+            for sequence in self._requests.pop(request_id, []):
+                if sequence.finish_reason is not None:
+                    continue
+                self._answers.pop(sequence).end("abort")
+                row = self._scheduler.abort(sequence)
+                running += [] if row is None else [row]
+            if running:
+                self._runner.release(running)
 
     def step(self) -> list[TokenEvent]:
-        """Computes one step and returns the tokens it made; nothing when no request is left.
+        """Computes one step and returns the tokens it made: none while only prompts are computed, and when `is_idle`.
 
         Raises:
           Exception: whatever the model's step raised; no request is lost.
         """
-        plan = self._scheduler.plan()
-        if plan is None:
-            return []
-        started, compiled = time.perf_counter(), self._steps.compile_seconds
-        try:
-            output = self._run(plan)
-        except BaseException:
-            # The donated pages are gone; what ran starts over from its tokens.
-            self._tables, self._pool, self._kv = self._empty_cache()
-            self._scheduler.requeue_running()
-            raise
-        elapsed = time.perf_counter() - started - (self._steps.compile_seconds - compiled)
-        self.stats.record(plan, elapsed, self._steps)
-        events = self._accept(plan, output)
-        self._release_finished(plan)
-        return events
+        with self._lock:
+            started, compiled = time.perf_counter(), self._runner.steps.compile_seconds
+            while (row := self._scheduler.preempt(self._runner.num_free)) is not None:
+                self._runner.release([row])
+            plan = self._scheduler.plan(self._runner.num_free)
+            if plan is None:
+                return []
+            for sequence, _ in plan.counts:
+                self._answers[sequence].start()
+            try:
+                output = self._runner.run(plan, self._extras)
+            except BaseException:
+                # The donated pages are gone; what ran starts over from its tokens.
+                self._scheduler.index.forget()
+                self._scheduler.requeue_running()
+                self._runner.reset()
+                raise
+            self._scheduler.commit(plan, self._runner.page_ids)
+            forks = [(parent.placed_row, child.placed_row) for parent, children in plan.forked for child in children]
+            if forks:
+                self._runner.fork(forks)
+            elapsed = time.perf_counter() - started - (self._runner.steps.compile_seconds - compiled)
+            self.stats.record(
+                plan, elapsed, self._runner.steps, live_pages=live_pages(self._scheduler, self._runner, self.layout)
+            )
+            events = self._accept(plan, output)
+            self._give_back(plan)
+            self._streams.deal(events)
+            return events
 
     def generate(
         self,
         requests: Iterable[Request | str | Sequence[int]],
         *,
         on_token: Callable[[int, TokenEvent], None] | None = None,
+        on_step: Callable[[], None] | None = None,
     ) -> list[Completion]:
         """Runs requests to their end and returns the answers in the order of the requests; a request's n samples follow
         one another.
@@ -136,19 +177,43 @@ class Engine:
         Args:
           requests: requests; a bare prompt stands for `Request(prompt)`. All are checked before any of them runs.
           on_token: called as `on_token(index, event)` for every token, where index is the place in `requests`.
+          on_step: called after every step, to look at the engine.
 
         Raises:
           ValueError, RequestTooLongError: a request is refused (see `add_request`); none has run.
         """
-        checked = [self._checked(request if isinstance(request, Request) else Request(request)) for request in requests]
-        queued = [self._enqueue(samples) for samples in checked]
-        index = {samples[0].sequence.request_id: i for i, samples in enumerate(queued)}
-        flat = [answer for samples in queued for answer in samples]
+        with self._lock:
+            checked = [self._admission.samples(request) for request in requests]
+            index = {self._enqueue(samples): i for i, samples in enumerate(checked)}
+        flat = [answer for samples in checked for answer in samples]
         while any(answer.sequence.finish_reason is None for answer in flat):
             for event in self.step():
                 if on_token is not None and event.request_id in index:
                     on_token(index[event.request_id], event)
+            if on_step is not None:
+                on_step()
         return [answer.completion() for answer in flat]
+
+    def stream(self, request: Request | str | Sequence[int]) -> Iterator[TokenEvent]:
+        """Queues a request at once and gives its tokens as they come; other requests run beside it.
+
+        Closing the iterator early aborts the request. A step that fails raises here, and the iterator ends; the request
+        is aborted, others go on.
+
+        Raises:
+          ValueError, RequestTooLongError: the request is refused (see `add_request`).
+        """
+        return self._streams.tokens(self._open_stream(request))
+
+    async def stream_async(self, request: Request | str | Sequence[int]) -> AsyncIterator[TokenEvent]:
+        """As `stream`, for asyncio: steps run in a thread, and several streams share them.
+
+        Raises:
+          ValueError, RequestTooLongError: the request is refused (see `add_request`).
+        """
+        request_id = await asyncio.to_thread(self._open_stream, request)
+        async for event in self._streams.tokens_async(request_id):
+            yield event
 
     def score(self, token_ids: Sequence[int]) -> Float[np.ndarray, " scored"]:
         """Log probability of each token but the first, given all before it.
@@ -166,14 +231,81 @@ class Engine:
           ValueError: no token, or one outside the vocabulary.
           RequestTooLongError: the sequence can never fit.
         """
-        request = Request(token_ids, prompt_logprobs=True)
-        tokens = self._admission.prompt(request)
-        max_len = self._admission.scored_length(len(tokens))
-        sequence = SequenceState(next(self._ids), tokens, len(tokens), max_len)
-        (answer,) = self._enqueue([Answer(sequence, request, self._tokenizer)])
-        while sequence.finish_reason is None:
+        with self._lock:
+            answer = self._admission.scored(token_ids)
+            self._enqueue([answer])
+        while answer.sequence.finish_reason is None:
             self.step()
         return answer.prompt_logprobs
+
+    def explain_prefix(
+        self, token_ids: Sequence[int], *, cache_salt: str | None = None, extra_keys: Sequence[str | bytes | int] = ()
+    ) -> PrefixMatch:
+        """How many leading tokens of a prompt are in cached pages now, and why the chain ends there."""
+        keys = PageKeys(Namespace(cache_salt, tuple(extra_keys)), self.layout.page_size)
+        with self._lock:
+            return self._scheduler.index.explain(keys, token_ids)
+
+    def reset_prefix_cache(self, *, force: bool = False) -> None:
+        """Forgets all cached prefixes.
+
+        Args:
+          force: also while requests use some of them; they keep their pages, which no later request will share.
+
+        Raises:
+          EngineBusyError: requests use cached pages, and `force` is false.
+        """
+        with self._lock:
+            index = self._scheduler.index
+            in_use = len(index) - index.num_unused
+            if in_use and not force:
+                raise EngineBusyError(
+                    f"running requests use {in_use} cached pages; let them finish, or give force=True"
+                )
+            self._runner.release_pages(index.forget())
+
+    def update_params(self, params: Any, *, recompute: bool = False) -> None:
+        """Takes other parameters of the same shapes; compiles nothing. Cached prefixes are forgotten.
+
+        Args:
+          params: the new parameters.
+          recompute: put running requests back to the queue; they keep their tokens, whose keys and values are computed
+            anew.
+
+        Raises:
+          ValueError: the tree, a shape or a dtype differs.
+          EngineBusyError: requests are running, and `recompute` is false.
+        """
+        old, new = (jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (self._runner.params, params))
+        if old != new:
+            raise ValueError(
+                "params must have the tree, shapes and dtypes of the parameters that the engine was made for"
+            )
+        with self._lock:
+            if self._scheduler.running and not recompute:
+                raise EngineBusyError(
+                    f"{len(self._scheduler.running)} requests are running with the old parameters; let them finish, "
+                    "abort them, or give recompute=True"
+                )
+            rows = self._scheduler.requeue_running()
+            if rows:
+                self._runner.release(rows)
+            self._runner.release_pages(self._scheduler.index.forget())
+            self._runner.params = params
+
+    def metrics(self) -> EngineMetrics:
+        """A snapshot of pages, prefix hits, queues and compilations."""
+        with self._lock:
+            return snapshot(self._scheduler, self._runner, self.layout)
+
+    def page_map(self) -> PageMap:
+        """Which requests use which pages now."""
+        with self._lock:
+            return page_map(self._scheduler, self._runner)
+
+    def memory_stats(self) -> dict[str, int]:
+        """What JAX reports of the device's memory, in bytes; a CPU reports nothing."""
+        return self._runner.device.memory_stats() or {}
 
     def warm_up(self, *like: Request) -> None:
         """Compiles every program that a run can need, so that none is compiled while requests wait.
@@ -187,68 +319,39 @@ class Engine:
         programs = {needs._replace(prompt_logprobs=flag) for needs in wanted for flag in scored}
         sizes = [(size, 1, size) for size in self.config.decode_sizes]
         sizes += [(size, size, min(size, self.config.max_seqs)) for size in self.config.prefill_sizes]
-        for num_tokens, longest, rows in sizes:
-            counts = np.zeros(self.config.max_seqs, np.int32)
-            _, _, batch, _, _ = self._append(counts, num_tokens, longest)
-            for needs in programs:
-                extras = self._extras(needs, [], num_tokens, rows)
-                self._compute(np.zeros(num_tokens, np.int32), batch, np.zeros(rows, np.int32), extras)
-        self._release(np.zeros(self.config.max_seqs, bool))
+        with self._lock:
+            for num_tokens, longest, rows in sizes:
+                for needs in programs:
+                    self._runner.compile(num_tokens, longest, rows, self._make_extras(needs, [], num_tokens, rows))
+            self._runner.compile_metadata()
 
-    def _checked(self, request: Request) -> list[Answer]:
-        tokens = self._admission.prompt(request)
-        max_len = self._admission.length(len(tokens), request.max_tokens)
-        request_id = next(self._ids)
-        samples = [SequenceState(request_id, list(tokens), len(tokens), max_len, child) for child in range(request.n)]
-        return [Answer(sequence, request, self._tokenizer) for sequence in samples]
-
-    def _enqueue(self, samples: list[Answer]) -> list[Answer]:
+    def _enqueue(self, samples: list[Answer]) -> int:
+        request_id, self._next_id = self._next_id, self._next_id + 1
         for answer in samples:
+            answer.sequence.request_id = request_id
             self._answers[answer.sequence] = answer
-            self._scheduler.add(answer.sequence)
-        return samples
+        self._requests[request_id] = [answer.sequence for answer in samples]
+        self._scheduler.add(samples[0].sequence)
+        return request_id
+
+    def _open_stream(self, request: Request | str | Sequence[int]) -> int:
+        with self._lock:
+            request_id = self.add_request(request)
+            self._streams.open(request_id)
+            return request_id
 
     def _union(self, wanted: Iterable[Needs]) -> Needs:
         return Needs(*map(any, zip(self._always, *wanted, strict=True)))
 
-    def _extras(self, needs: Needs, running: Sequence[tuple[Answer, int]], num_tokens: int, rows: int) -> Extras:
-        return answers.extras(needs, running, num_tokens=num_tokens, rows=rows, max_len=self.config.max_model_len)
+    def _extras(self, rows: Sequence[tuple[SequenceState, int]], num_tokens: int, num_rows: int) -> Extras:
+        running = [(self._answers[sequence], count) for sequence, count in rows]
+        needs = self._union({answer.next_needs for answer, count in running if count})
+        return self._make_extras(needs, running, num_tokens, num_rows)
 
-    def _run(self, plan: StepPlan) -> StepOutput:
-        """Allocates, computes and returns, on the host, the next token of every sequence of the plan, in its order."""
-        counts = np.zeros(self.config.max_seqs, np.int32)
-        for sequence, count in plan.counts:
-            counts[sequence.row] = count
-        longest = max(count for _, count in plan.counts)
-        sizes = self.config.decode_sizes if longest == 1 else self.config.prefill_sizes
-        size = next(size for size in sizes if size >= plan.num_tokens)
-        tables, pool, batch, _, ok = self._append(counts, size, 1 if longest == 1 else size)
-        # Read back before the model is dispatched: on a CPU the allocator would wait behind it.
-        if not ok:
-            raise AssertionError("the scheduler planned more than the pool holds")
-
-        token_ids = np.zeros(size, np.int32)
-        logit_rows = np.zeros(min(size, self.config.max_seqs), np.int32)
-        start = 0
-        for i, (sequence, count) in enumerate(plan.counts):
-            token_ids[start : start + count] = sequence.tokens[sequence.num_cached : sequence.num_cached + count]
-            start += count
-            logit_rows[i] = start - 1
-        running = [(self._answers[sequence], count) for sequence, count in plan.counts]
-        needs = self._union({answer.next_needs for answer, _ in running})
-        extras = self._extras(needs, running, size, len(logit_rows))
-        output = self._compute(token_ids, batch, logit_rows, extras)
-        self._tables, self._pool = tables, pool
-        return output
-
-    def _append(self, counts: np.ndarray, num_tokens: int, longest: int) -> block_tables.Grown:
-        return self._steps.append(self._tables, self._pool, counts, num_tokens=num_tokens, max_query_len=longest)
-
-    def _compute(self, token_ids: np.ndarray, batch: Batch, logit_rows: np.ndarray, extras: Extras) -> StepOutput:
-        inputs, rows, batch, extras = jax.device_put((token_ids, logit_rows, batch, extras), self._device)
-        batch = replace(batch, logit_rows=rows, implementation=self.config.implementation)
-        output, self._kv = self._steps.step(self._params, inputs, batch, self._kv, extras)
-        return jax.device_get(output)
+    def _make_extras(
+        self, needs: Needs, running: Sequence[tuple[Answer, int]], num_tokens: int, num_rows: int
+    ) -> Extras:
+        return answers.extras(needs, running, num_tokens=num_tokens, rows=num_rows, max_len=self.config.max_model_len)
 
     def _accept(self, plan: StepPlan, output: StepOutput) -> list[TokenEvent]:
         events = []
@@ -256,45 +359,35 @@ class Engine:
         for row, (sequence, count) in enumerate(plan.counts):
             answer = self._answers[sequence]
             if output.prompt_logprobs is not None:
-                answer.take_prompt(np.asarray(output.prompt_logprobs[start : start + count]), sequence.num_cached)
+                answer.take_prompt(
+                    np.asarray(output.prompt_logprobs)[start : start + count], sequence.num_cached - count
+                )
             start += count
-            sequence.num_cached += count
             if sequence.num_cached < len(sequence.tokens):
                 continue  # a chunk that ends inside the prompt
             if len(sequence.tokens) == sequence.max_len:
-                sequence.finish_reason = "length"  # only scored
+                answer.end("length")  # only scored
             else:
                 events.append(answer.take_token(output, row))
+        forked = [(parent, child) for parent, children in plan.forked for child in children]
+        for row, (parent, child) in enumerate(forked, start=len(plan.counts)):
+            self._answers[child].fork_from(self._answers[parent])
+            events.append(self._answers[child].take_token(output, row))
         return events
 
-    def _release_finished(self, plan: StepPlan) -> None:
-        finished = [sequence for sequence, _ in plan.counts if sequence.finish_reason is not None]
-        if not finished:
-            return
-        mask = np.zeros(self.config.max_seqs, bool)
+    def _give_back(self, plan: StepPlan) -> None:
+        """Releases the rows of finished sequences, and pages behind the window."""
+        sequences = [sequence for sequence, _ in plan.counts]
+        sequences += [child for _, children in plan.forked for child in children]
+        finished = [sequence for sequence in sequences if sequence.finish_reason is not None]
+        if finished:
+            self._runner.release([self._scheduler.finish(sequence) for sequence in finished])
         for sequence in finished:
-            mask[sequence.row] = True
-            self._scheduler.finish(sequence)
             del self._answers[sequence]
-        self._release(mask)
-
-    def _release(self, mask: np.ndarray) -> None:
-        self._tables, self._pool = self._steps.release(self._tables, self._pool, mask)
-
-    def _empty_cache(self) -> tuple[BlockTables, PagePool, KVPages]:
-        pages_per_seq = self.layout.pages_for(self.config.max_model_len)
-        with jax.default_device(self._host):
-            tables = block_tables.create(self.config.max_seqs, pages_per_seq)
-            pool = page_pool.create(self.layout.num_pages)
-        with jax.default_device(self._device):
-            return tables, pool, KVPages.create(self.layout)
-
-
-def _cpu_device() -> jax.Device:
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError as error:
-        raise MissingBackendError(
-            "the allocator runs on the host's CPU backend, which JAX was told not to start; set JAX_PLATFORMS=cuda,cpu "
-            "(or tpu,cpu), or unset it"
-        ) from error
+        for request_id in {sequence.request_id for sequence in finished}:
+            if all(sequence.finish_reason is not None for sequence in self._requests[request_id]):
+                del self._requests[request_id]
+        if self.config.sliding_window is not None:
+            first_pages = self._scheduler.behind_window(self.config.sliding_window)
+            if first_pages:
+                self._runner.release_before(first_pages)

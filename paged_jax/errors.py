@@ -9,5 +9,9 @@ class MemoryBudgetError(ValueError):
     """The memory that is left for pages does not hold one sequence of the wanted length."""
 
 
+class EngineBusyError(RuntimeError):
+    """What was asked for cannot be done while requests run."""
+
+
 class MissingBackendError(RuntimeError):
     """The CPU backend, on which the allocator runs, is not available."""

@@ -51,12 +51,17 @@ class Request:
       max_tokens: tokens to generate at most; None for as many as the context and the pool hold.
       ignore_eos: go on after an end token of the tokenizer.
       sampling: how tokens are chosen; greedy by default.
-      n: samples; each is a sequence and an answer of its own, and the sample's index enters its keys.
+      n: samples; each is a sequence and an answer of its own, and the sample's index enters its keys. They share the
+        prompt's pages.
       stop: a string, or several, that end the answer and are not part of its text (need a tokenizer).
       stop_ids: tokens that end the answer, as an end token does.
       logprobs: None for none; else the log probability of each token of the answer is given, and of as many of the
         most likely tokens at its place as this says, 0 to 20.
       prompt_logprobs: give the log probability of each token of the prompt but the first.
+      reads_cache: start from cached pages of requests with the same beginning, where there are any.
+      cache_salt: only requests with the same salt share pages; against guessing others' prompts by timing.
+      extra_keys: whatever else keys and values depend on beside the tokens (an adapter's name, an image's digest); only
+        requests with the same ones share pages.
 
     All log probabilities are the model's own, before logits processor, penalty, temperature and cuts.
 
@@ -73,6 +78,9 @@ class Request:
     stop_ids: Sequence[int] = ()
     logprobs: int | None = None
     prompt_logprobs: bool = False
+    reads_cache: bool = True
+    cache_salt: str | None = None
+    extra_keys: Sequence[str | bytes | int] = ()
 
     def __post_init__(self) -> None:
         if not len(self.prompt):
@@ -118,6 +126,21 @@ class TokenEvent:
 
 
 @dataclass(frozen=True)
+class Times:
+    """How long an answer took, in seconds; compilation included.
+
+    Attributes:
+      queue: from the request's arrival to its first step.
+      prefill: from there to its first token.
+      decode: from there to its end.
+    """
+
+    queue: float = 0.0
+    prefill: float = 0.0
+    decode: float = 0.0
+
+
+@dataclass(frozen=True)
 class Completion:
     """A finished answer.
 
@@ -125,8 +148,10 @@ class Completion:
       prompt_token_ids: the prompt.
       token_ids: the answer, the token that ended it included.
       text: the answer as text, up to the stop string if one ended it; "" without a tokenizer.
-      finish_reason: "stop" or "length".
+      finish_reason: "stop", "length" or "abort".
       sample: which of the request's n samples.
+      cached_tokens: tokens of the prompt that were in cached pages when it was first admitted.
+      times: when it waited and ran.
       logprobs: log probability of each of token_ids, if asked for.
       top_logprobs: for each of token_ids the most likely tokens at its place, as in `TokenEvent`, if asked for.
       prompt_logprobs: log probability of each of prompt_token_ids[1:], if asked for.
@@ -137,6 +162,8 @@ class Completion:
     text: str
     finish_reason: str
     sample: int = 0
+    cached_tokens: int = 0
+    times: Times = Times()
     logprobs: list[float] | None = None
     top_logprobs: list[Mapping[int, float]] | None = None
     prompt_logprobs: list[float] | None = None

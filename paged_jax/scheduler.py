@@ -1,56 +1,60 @@
 """Which sequences run, and how many tokens of each the next step computes. Plain Python on the host.
 
-First come, first served. A waiting sequence is admitted when a row is free and the pages that it may come to need
-are not spoken for, so a running sequence never lacks a page. Pages themselves are taken one by one as it grows.
+First come, first served. Every sequence that decodes gets a token in every step; what the step's budget leaves goes to
+prompts, so chunks of prompts and decodes share one ragged batch. Pages are taken as sequences grow. When they run out,
+cached pages that nobody uses are evicted; when those run out too, the newest sequence gives its pages back and returns
+to the head of the queue with its tokens, to be computed again (recomputation: Kwon et al. 2023, section 4.5). The
+oldest sequence never gives way and fits the pool alone, so it always comes to its end.
 """
 
+from bisect import insort
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from paged_jax.config import EngineConfig
 from paged_jax.layout import KVLayout
+from paged_jax.prefix import CachedPage, Namespace, PrefixIndex
+from paged_jax.sequence import SequenceState
 
-
-@dataclass(eq=False)
-class SequenceState:
-    """One sequence on its way.
-
-    Attributes:
-      request_id: whose it is.
-      tokens: prompt and answer so far.
-      prompt_len: how many of them are the prompt.
-      max_len: length at which the answer is cut; prompt_len for a prompt that is only scored.
-      child: which of its request's samples.
-      num_cached: leading tokens whose keys and values are in the pages.
-      row: its row of the block table while it runs, else None.
-      finish_reason: "stop" or "length" once it is done.
-    """
-
-    request_id: int
-    tokens: list[int]
-    prompt_len: int
-    max_len: int
-    child: int = 0
-    num_cached: int = 0
-    row: int | None = None
-    finish_reason: str | None = None
-
-    @property
-    def most_cached(self) -> int:
-        """Tokens whose keys and values it may come to keep: the last one is never fed back."""
-        return max(self.max_len - 1, self.prompt_len)
+_WATERMARK = 0.01  # share of the pool that an admission leaves free beside running sequences, lest it preempt at once
 
 
 @dataclass(frozen=True)
-class StepPlan:
-    """The next step: tokens to compute of each sequence, in the order of their rows.
+class Publication:
+    """A page that the step fills, to be named by the index once the step was issued.
 
     Attributes:
-      counts: (sequence, number of tokens), each number at least 1.
+      sequence: its writer.
+      page: its place in the sequence, in pages.
+      key: its chained hash.
+    """
+
+    sequence: SequenceState
+    page: int
+    key: bytes
+
+
+@dataclass
+class StepPlan:
+    """The next step.
+
+    Attributes:
+      counts: (sequence, tokens to compute) in the order of their rows, each number at least 1.
+      evicted: pages that the index has forgotten; they are released before anything is allocated.
+      adopted: sequences admitted with cached pages (`named`), to be put into their rows first.
+      published: pages that the step fills and the index will name.
+      forked: sequences whose prompt ends in this step, and the children that fork from each.
       is_prefill: whether some sequence computes part of its prompt.
     """
 
     counts: list[tuple[SequenceState, int]] = field(default_factory=list)
+    evicted: list[int] = field(default_factory=list)
+    adopted: list[SequenceState] = field(default_factory=list)
+    published: list[Publication] = field(default_factory=list)
+    forked: list[tuple[SequenceState, list[SequenceState]]] = field(default_factory=list)
     is_prefill: bool = False
 
     @property
@@ -59,63 +63,277 @@ class StepPlan:
         return sum(count for _, count in self.counts)
 
 
+@dataclass
+class PrefixStats:
+    """Tokens looked for in cached pages, and found.
+
+    Attributes:
+      queried, hit: when sequences were admitted for the first time.
+      requeried, rehit: when they came back after a preemption or a failed step.
+    """
+
+    queried: int = 0
+    hit: int = 0
+    requeried: int = 0
+    rehit: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of first-time tokens found in cached pages."""
+        return self.hit / self.queried if self.queried else 0.0
+
+
 class Scheduler:
-    """Queues of waiting and running sequences."""
+    """Queues of waiting and running sequences, and which pages they share.
+
+    Args:
+      config: limits of the engine.
+      layout: geometry of the pages.
+
+    Attributes:
+      waiting, running: sequences, the oldest first.
+      index: the prefix index.
+      prefix_stats: what it was asked, and what it knew.
+      num_preemptions: how often a sequence gave its pages back for want of room.
+    """
 
     def __init__(self, config: EngineConfig, layout: KVLayout) -> None:
         self._config = config
         self._layout = layout
         self._free_rows = list(range(config.max_seqs - 1, -1, -1))
+        self._watermark = int(_WATERMARK * (layout.num_pages - 1))
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
+        self.index = PrefixIndex(layout.page_size)
+        self.prefix_stats = PrefixStats()
+        self.num_preemptions = 0
 
     def add(self, sequence: SequenceState) -> None:
         """Puts a sequence at the end of the queue."""
         self.waiting.append(sequence)
 
-    def plan(self) -> StepPlan | None:
+    def preempt(self, num_free: int) -> int | None:
+        """Makes the newest running sequence give way if the running ones lack pages for their next step.
+
+        Args:
+          num_free: free pages of the pool.
+
+        Returns:
+          The row whose pages are to be released, after which it must be asked again; None if there is room.
+        """
+        if self._pages_needed(self._running_counts()) <= num_free + self.index.num_unused:
+            return None
+        assert len(self.running) > 1, "a sequence that cannot fit the pool alone was not refused"
+        self.num_preemptions += 1
+        return self._requeue(self.running[-1])
+
+    def plan(self, num_free: int) -> StepPlan | None:
         """Admits what fits and gives the next step, or None when nothing is left to do.
 
-        Every running sequence gets a token; what the step's budget leaves goes to prompts, first come first served.
+        Args:
+          num_free: free pages of the pool; `preempt` has said that they are enough for the running sequences.
         """
-        self._admit()
-        if not self.running:
+        plan = StepPlan(counts=self._running_counts())
+        self._admit(plan, num_free)
+        if not plan.counts:
             return None
-        budget = self._config.max_tokens_per_step - len(self.running)
+        plan.evicted = self.index.evict(max(0, self._pages_needed(plan.counts) - num_free))
+        plan.counts.sort(key=lambda item: item[0].placed_row)
+        plan.is_prefill = any(count > 1 or seq.num_cached < seq.prompt_len for seq, count in plan.counts)
+        plan.published = self._publications(plan)
+        self._plan_forks(plan)
+        return plan
+
+    def commit(self, plan: StepPlan, page_ids: np.ndarray) -> None:
+        """Takes note of a step that was issued: what is cached now, which pages have names, and which rows forked.
+
+        Args:
+          plan: the step.
+          page_ids: int32 [max_seqs, pages_per_seq], the block tables after it.
+        """
+        for sequence, count in plan.counts:
+            sequence.num_cached += count
+            sequence.rereads = False
+            sequence.tail = None  # whoever shared a partly filled page has written, and so has a page of its own
+        for publication in plan.published:
+            sequence, page = publication.sequence, publication.page
+            tokens = tuple(sequence.tokens[page * self._layout.page_size : (page + 1) * self._layout.page_size])
+            page_id = int(page_ids[sequence.placed_row, page])
+            sequence.named.append(self.index.publish(publication.key, _parent(sequence), tokens, page_id))
+        for parent, children in plan.forked:
+            self._fork(parent, children)
+
+    def finish(self, sequence: SequenceState) -> int:
+        """Takes a running sequence out and returns its row, whose pages are to be released."""
+        row = sequence.placed_row
+        self.running.remove(sequence)
+        self._free_rows.append(row)
+        self.index.release(sequence.named[sequence.first_page :])
+        if sequence.tail is not None:
+            sequence.tail.discard(sequence)
+        sequence.row, sequence.tail = None, None
+        return row
+
+    def abort(self, sequence: SequenceState) -> int | None:
+        """Takes a sequence out wherever it is; returns the row whose pages are to be released if it was running."""
+        if sequence.row is not None:
+            return self.finish(sequence)
+        if sequence in self.waiting:  # a child that has not forked yet is nowhere
+            self.waiting.remove(sequence)
+        return None
+
+    def requeue_running(self) -> list[int]:
+        """Sends all running sequences back to the head of the queue, tokens kept; returns the rows they had."""
+        return [self._requeue(sequence) for sequence in reversed(self.running[:])]
+
+    def behind_window(self, window: int) -> dict[int, int]:
+        """Rows that may give back pages behind the window of all layers: their first page that is still needed."""
+        rows = {}
+        for sequence in self.running:
+            first = max(0, sequence.num_cached + 1 - window) // self._layout.page_size
+            if first > sequence.first_page:
+                self.index.release(sequence.named[sequence.first_page : first])
+                sequence.first_page = first
+                rows[sequence.placed_row] = first
+        return rows
+
+    def _running_counts(self) -> list[tuple[SequenceState, int]]:
+        budget = self._config.max_tokens_per_step - sum(sequence.num_left == 1 for sequence in self.running)
         counts = []
         for sequence in self.running:
-            extra = min(len(sequence.tokens) - sequence.num_cached - 1, budget)
-            budget -= extra
-            counts.append((sequence, 1 + extra))
-        is_prefill = any(count > 1 or seq.num_cached < seq.prompt_len for seq, count in counts)
-        return StepPlan(sorted(counts, key=_row), is_prefill)
+            count = 1
+            if sequence.num_left > 1:
+                count = min(sequence.num_left, budget)
+                budget -= count
+            if count:
+                counts.append((sequence, count))
+        return counts
 
-    def finish(self, sequence: SequenceState) -> None:
-        """Takes a running sequence out and frees its row; its pages are the caller's to release."""
-        self.running.remove(sequence)
-        assert sequence.row is not None
-        self._free_rows.append(sequence.row)
-        sequence.row = None
+    def _pages_needed(self, counts: list[tuple[SequenceState, int]]) -> int:
+        """Pages that a step takes: new ones, and the copies of partly filled pages that sequences share."""
+        pages_for = self._layout.pages_for
+        grown = sum(pages_for(seq.num_cached + count) - pages_for(seq.num_stored) for seq, count in counts)
+        return grown + _tail_copies(sequence for sequence, _ in counts)
 
-    def requeue_running(self) -> None:
-        """Sends all running sequences back to the head of the queue, tokens kept, nothing cached."""
-        for sequence in reversed(self.running[:]):
-            self.finish(sequence)
-            sequence.num_cached = 0
-            self.waiting.appendleft(sequence)
-
-    def _admit(self) -> None:
-        spoken_for = sum(self._layout.pages_for(sequence.most_cached) for sequence in self.running)
-        while self.waiting and self._free_rows:
-            spoken_for += self._layout.pages_for(self.waiting[0].most_cached)
-            if spoken_for > self._layout.num_pages - 1:
+    def _admit(self, plan: StepPlan, num_free: int) -> None:
+        budget = self._config.max_tokens_per_step - plan.num_tokens
+        pending = {key for sequence in self.running for key in self._pending(sequence)}
+        for sequence in list(self.waiting):
+            if not self._free_rows or budget < 1:
                 return
-            sequence = self.waiting.popleft()
-            sequence.row = self._free_rows.pop()
-            self.running.append(sequence)
+            chain = self.index.match(sequence.keys, sequence.tokens) if sequence.reads_cache else []
+            if sequence.reads_cache and self._next_key(sequence, len(chain)) in pending:
+                continue  # another sequence is computing its next page
+            self.index.acquire(chain)
+            if not self._has_room(sequence, len(chain), num_free):
+                self.index.release(chain)
+                return
+            self._start(sequence, chain)
+            count = min(sequence.num_left, budget)
+            budget -= count
+            plan.counts.append((sequence, count))
+            if chain:
+                plan.adopted.append(sequence)
+            pending.update(self._pending(sequence))
+
+    def _has_room(self, sequence: SequenceState, num_adopted: int, num_free: int) -> bool:
+        """Whether the whole prompt, and the copies that its forks will make, fit beside the running sequences."""
+        if not self.running:
+            return True
+        pages_for, size = self._layout.pages_for, self._layout.page_size
+        spoken_for = sum(pages_for(len(other.tokens)) - pages_for(other.num_stored) for other in self.running)
+        spoken_for += _tail_copies(self.running)
+        needed = pages_for(len(sequence.tokens)) - num_adopted
+        needed += len(sequence.children) if len(sequence.tokens) % size else 0
+        return needed + spoken_for + self._watermark <= num_free + self.index.num_unused
+
+    def _start(self, sequence: SequenceState, chain: list[CachedPage]) -> None:
+        num_hit = len(chain) * self._layout.page_size
+        self._count_hit(sequence, num_hit)
+        sequence.named = chain
+        sequence.publishes = self._config.prefix_caching
+        sequence.rereads = num_hit == len(sequence.tokens)
+        sequence.num_cached = num_hit - sequence.rereads
+        sequence.row = self._free_rows.pop()
+        self.waiting.remove(sequence)
+        insort(self.running, sequence, key=lambda other: other.age)
+
+    def _count_hit(self, sequence: SequenceState, num_hit: int) -> None:
+        if sequence.num_hit is None:
+            sequence.num_hit = num_hit
+            self.prefix_stats.queried += len(sequence.tokens)
+            self.prefix_stats.hit += num_hit
+        else:
+            self.prefix_stats.requeried += len(sequence.tokens)
+            self.prefix_stats.rehit += num_hit
+
+    def _next_key(self, sequence: SequenceState, page: int) -> bytes | None:
+        if (page + 1) * self._layout.page_size > len(sequence.tokens):
+            return None
+        return sequence.keys.upto(sequence.tokens, page + 1)[page]
+
+    def _pending(self, sequence: SequenceState) -> list[bytes]:
+        """Keys of the pages of its known tokens that a running sequence has yet to publish."""
+        if not sequence.publishes or sequence.num_left == 1:
+            return []
+        return sequence.keys.upto(sequence.tokens, len(sequence.tokens) // self._layout.page_size)[
+            len(sequence.named) :
+        ]
+
+    def _publications(self, plan: StepPlan) -> list[Publication]:
+        published: list[Publication] = []
+        claimed: set[bytes] = set()
+        for sequence, count in plan.counts:
+            num_full = (sequence.num_cached + count) // self._layout.page_size
+            if not sequence.publishes or num_full <= len(sequence.named):
+                continue
+            keys = sequence.keys.upto(sequence.tokens, num_full)[len(sequence.named) :]
+            sequence.publishes = self.index.has(_parent(sequence))
+            for page, key in enumerate(keys, start=len(sequence.named)):
+                # The first of equal pages gets the name; a copy's chain would hang on pages that it does not hold.
+                sequence.publishes = sequence.publishes and key not in self.index and key not in claimed
+                if not sequence.publishes:
+                    break
+                claimed.add(key)
+                published.append(Publication(sequence, page, key))
+        return published
+
+    def _plan_forks(self, plan: StepPlan) -> None:
+        rows = len(self._free_rows)
+        for sequence, count in plan.counts:
+            if sequence.children and count == sequence.num_left:
+                fitting = sequence.children[:rows]
+                rows -= len(fitting)
+                plan.forked.append((sequence, fitting))
+
+    def _fork(self, parent: SequenceState, children: list[SequenceState]) -> None:
+        # Those that found no row come back as sequences of their own, first in the queue by their age.
+        self.waiting.extendleft(reversed(parent.children[len(children) :]))
+        parent.children = []
+        for child in children:
+            child.row = self._free_rows.pop()
+            child.num_cached, child.publishes, child.num_hit = parent.num_cached, parent.publishes, parent.num_cached
+            child.named = list(parent.named)
+            self.index.acquire(child.named)
+            insort(self.running, child, key=lambda other: other.age)
+        if children and parent.num_cached % self._layout.page_size:
+            shared = {parent, *children}
+            for sequence in shared:
+                sequence.tail = shared
+
+    def _requeue(self, sequence: SequenceState) -> int:
+        row = self.finish(sequence)
+        sequence.num_preemptions += 1
+        sequence.num_cached, sequence.rereads, sequence.named, sequence.first_page = 0, False, [], 0
+        self.waiting.appendleft(sequence)
+        return row
 
 
-def _row(item: tuple[SequenceState, int]) -> int:
-    row = item[0].row
-    assert row is not None
-    return row
+def _tail_copies(sequences: Iterable[SequenceState]) -> int:
+    """Copies that the next step makes of partly filled pages: of those who share one, the last to write keeps it."""
+    tails = {id(sequence.tail): sequence.tail for sequence in sequences if sequence.tail}
+    return sum(len(tail) - 1 for tail in tails.values())
+
+
+def _parent(sequence: SequenceState) -> CachedPage | Namespace:
+    return sequence.named[-1] if sequence.named else sequence.keys.namespace

@@ -1,9 +1,10 @@
 """What an engine counts while it runs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from paged_jax.layout import KVLayout
-from paged_jax.scheduler import StepPlan
+from paged_jax.layout import NULL_PAGE, KVLayout
+from paged_jax.runner import Runner
+from paged_jax.scheduler import PrefixStats, Scheduler, StepPlan
 from paged_jax.steps import Steps
 
 
@@ -40,8 +41,8 @@ class EngineStats:
         """Fraction of the slots in live pages that held no token, averaged over the steps."""
         return 1 - self.live_tokens / self.live_slots if self.live_slots else 0.0
 
-    def record(self, plan: StepPlan, seconds: float, steps: Steps) -> None:
-        """Adds one step that has just been computed."""
+    def record(self, plan: StepPlan, seconds: float, steps: Steps, *, live_pages: int) -> None:
+        """Adds one step that has just been computed, which left `live_pages` pages in use."""
         if plan.is_prefill:
             self.prefill_tokens += plan.num_tokens
             self.prefill_seconds += seconds
@@ -50,9 +51,86 @@ class EngineStats:
             self.decode_seconds += seconds
         self.num_compilations = steps.num_compilations
         self.compile_seconds = steps.compile_seconds
-        lengths = [sequence.num_cached + count for sequence, count in plan.counts]
-        pages = sum(self.layout.pages_for(length) for length in lengths)
-        self.peak_pages = max(self.peak_pages, pages)
-        self.peak_seqs = max(self.peak_seqs, len(lengths))
-        self.live_slots += pages * self.layout.page_size
+        self.peak_pages = max(self.peak_pages, live_pages)
+        self.peak_seqs = max(self.peak_seqs, len(plan.counts))
+        lengths = [sequence.num_cached for sequence, _ in plan.counts]
+        self.live_slots += sum(self.layout.pages_for(length) for length in lengths) * self.layout.page_size
         self.live_tokens += sum(lengths)
+
+
+@dataclass(frozen=True)
+class EngineMetrics:
+    """A snapshot of an engine.
+
+    Attributes:
+      pages_live: pages that running requests use.
+      pages_cached: pages that only the prefix index holds: they can be evicted.
+      pages_free: pages that hold nothing. The three add up to the pool's pages but the null page.
+      internal_waste: share of the live pages' slots that hold no token.
+      prefix: tokens looked for in cached pages and found, the first time and after preemptions apart.
+      num_preemptions: how often a request gave its pages back for want of room.
+      num_evictions: cached pages given up for want of room.
+      num_running, num_waiting: requests; a request's samples count one by one once they have forked.
+      num_compilations: programs compiled so far.
+    """
+
+    pages_live: int
+    pages_cached: int
+    pages_free: int
+    internal_waste: float
+    prefix: PrefixStats
+    num_preemptions: int
+    num_evictions: int
+    num_running: int
+    num_waiting: int
+    num_compilations: int
+
+
+@dataclass(frozen=True)
+class PageMap:
+    """What every page is used for; the others are free.
+
+    Attributes:
+      users: for each live page the ids of the requests whose tables name it, a request's samples one by one.
+      cached: pages that only the prefix index holds.
+    """
+
+    users: dict[int, list[int]]
+    cached: list[int]
+
+
+def page_map(scheduler: Scheduler, runner: Runner) -> PageMap:
+    """The pages of an engine's parts."""
+    users: dict[int, list[int]] = {}
+    for sequence in scheduler.running:
+        for page_id in runner.page_ids[sequence.placed_row].tolist():
+            if page_id != NULL_PAGE:
+                users.setdefault(page_id, []).append(sequence.request_id)
+    return PageMap(users, scheduler.index.unused_page_ids)
+
+
+def live_pages(scheduler: Scheduler, runner: Runner, layout: KVLayout) -> int:
+    """Pages that running sequences use."""
+    return layout.num_pages - 1 - scheduler.index.num_unused - runner.num_free
+
+
+def snapshot(scheduler: Scheduler, runner: Runner, layout: KVLayout) -> EngineMetrics:
+    """The state of an engine's parts."""
+    live = live_pages(scheduler, runner, layout)
+    # Only last pages have slots to spare; forks that have not written yet share theirs.
+    page_ids, size = runner.page_ids, layout.page_size
+    lengths = [(sequence.placed_row, sequence.num_cached) for sequence in scheduler.running]
+    tails = {int(page_ids[row, length // size]): length for row, length in lengths if length % size}
+    unused = sum(-length % size for length in tails.values())
+    return EngineMetrics(
+        pages_live=live,
+        pages_cached=scheduler.index.num_unused,
+        pages_free=runner.num_free,
+        internal_waste=unused / (live * size) if live else 0.0,
+        prefix=replace(scheduler.prefix_stats),
+        num_preemptions=scheduler.num_preemptions,
+        num_evictions=scheduler.index.evictions,
+        num_running=len(scheduler.running),
+        num_waiting=len(scheduler.waiting),
+        num_compilations=runner.steps.num_compilations,
+    )

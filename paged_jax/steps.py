@@ -12,12 +12,12 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int32
 
-from paged_jax import batch, block_tables, sampling
+from paged_jax import batch, block_tables, cache, page_pool, sampling
 from paged_jax.batch import Batch
-from paged_jax.block_tables import BlockTables
+from paged_jax.block_tables import BlockTables, PageCopies
 from paged_jax.cache import KVPages
 from paged_jax.config import EngineConfig
-from paged_jax.layout import KVLayout
+from paged_jax.layout import NULL_PAGE, KVLayout
 from paged_jax.page_pool import PagePool
 from paged_jax.sampling import LogitsProcessor, Logprobs, SamplingArrays
 
@@ -72,6 +72,30 @@ class StepOutput(NamedTuple):
     prompt_logprobs: Array | None = None
 
 
+class PageUpdates(NamedTuple):
+    """What the prefix index asks of the pool in a step; lists of static length, padded.
+
+    Attributes:
+      evicted: int32 [n], pages that it has forgotten, padded with the null page; released before pages are taken.
+      published_rows, published_pages: int32 [m], rows and logical pages of the table that it will name, padded with -1;
+        retained once pages are taken.
+    """
+
+    evicted: np.ndarray
+    published_rows: np.ndarray
+    published_pages: np.ndarray
+
+    @classmethod
+    def none(cls, num_tokens: int, max_seqs: int, page_size: int) -> "PageUpdates":
+        """Empty lists that are long enough for any step of `num_tokens` tokens."""
+        filled = num_tokens // page_size + max_seqs  # a page a sequence may have been filled to the last token before
+        return cls(
+            np.full(filled + max_seqs, NULL_PAGE, np.int32),
+            np.full(filled, -1, np.int32),
+            np.full(filled, -1, np.int32),
+        )
+
+
 class Steps:
     """Programs by shape, compiled on first use.
 
@@ -98,21 +122,52 @@ class Steps:
         tables: BlockTables,
         pool: PagePool,
         counts: Int32[np.ndarray, " max_seqs"],
+        rereads: Int32[np.ndarray, " max_seqs"],
+        updates: PageUpdates,
         *,
         num_tokens: int,
         max_query_len: int,
     ) -> block_tables.Grown:
-        """`block_tables.append`, for the whole batch at once."""
-        function = partial(
-            block_tables.append, page_size=self._page_size, num_tokens=num_tokens, max_query_len=max_query_len
-        )
-        return self._run(("append", num_tokens, max_query_len), function, (tables, pool, counts))
+        """`block_tables.append` for the whole batch at once, between the releases and the references of the index."""
+        function = partial(_append, page_size=self._page_size, num_tokens=num_tokens, max_query_len=max_query_len)
+        return self._run(("append", num_tokens, max_query_len), function, (tables, pool, counts, rereads, updates))
 
     def release(
         self, tables: BlockTables, pool: PagePool, mask: Bool[np.ndarray, " max_seqs"]
     ) -> tuple[BlockTables, PagePool]:
         """`block_tables.release`."""
         return self._run("release", block_tables.release, (tables, pool, mask))
+
+    def release_before(
+        self, tables: BlockTables, pool: PagePool, first_pages: Int32[np.ndarray, " max_seqs"]
+    ) -> tuple[BlockTables, PagePool]:
+        """`block_tables.release_before`."""
+        return self._run("release_before", block_tables.release_before, (tables, pool, first_pages))
+
+    def release_pages(self, pool: PagePool, page_ids: Int32[np.ndarray, " n"]) -> PagePool:
+        """`page_pool.release`."""
+        return self._run("release_pages", page_pool.release, (pool, page_ids))
+
+    def adopt(
+        self,
+        tables: BlockTables,
+        pool: PagePool,
+        row: np.int32,
+        page_ids: Int32[np.ndarray, " pages_per_seq"],
+        seq_len: np.int32,
+    ) -> tuple[BlockTables, PagePool]:
+        """`block_tables.adopt`."""
+        return self._run("adopt", block_tables.adopt, (tables, pool, row, page_ids, seq_len))
+
+    def fork(
+        self, tables: BlockTables, pool: PagePool, src: Int32[np.ndarray, " n"], dst: Int32[np.ndarray, " n"]
+    ) -> tuple[BlockTables, PagePool]:
+        """`block_tables.fork`."""
+        return self._run("fork", block_tables.fork, (tables, pool, src, dst))
+
+    def copy_pages(self, kv: KVPages, copies: PageCopies) -> KVPages:
+        """`cache.copy_pages`. Donates kv."""
+        return self._run("copy_pages", cache.copy_pages, (kv, copies), donate=0)
 
     def step(
         self,
@@ -139,6 +194,26 @@ class Steps:
             self.num_compilations += 1
             self.compile_seconds += time.perf_counter() - start
         return program(*args)
+
+
+def _append(
+    tables: BlockTables,
+    pool: PagePool,
+    counts: Array,
+    rereads: Array,
+    updates: PageUpdates,
+    *,
+    page_size: int,
+    num_tokens: int,
+    max_query_len: int,
+) -> block_tables.Grown:
+    pool = page_pool.release(pool, jnp.asarray(updates.evicted))
+    tables, pool, batch, copies, ok = block_tables.append(
+        tables, pool, counts, page_size=page_size, num_tokens=num_tokens, max_query_len=max_query_len, rereads=rereads
+    )
+    named = tables.page_ids[updates.published_rows, updates.published_pages]
+    pool = page_pool.retain(pool, jnp.where(ok & (updates.published_rows >= 0), named, NULL_PAGE))
+    return tables, pool, batch, copies, ok
 
 
 def vocab_size(model: Model, params: Any, layout: KVLayout) -> int:

@@ -11,20 +11,30 @@ def blocks(language):
 
 
 def test_core(capsys):
-    core, _ = blocks("python")
+    core, *_ = blocks("python")
     (printed,) = blocks("text")
     exec(compile(core, "README core", "exec"), {"__name__": "readme"})
     assert capsys.readouterr().out == printed
 
 
 def test_engine(capsys):
-    _, engine = blocks("python")
+    _, engine, sharing = blocks("python")
     namespace = {"__name__": "readme"}
     exec(compile(engine, "README engine", "exec"), namespace)
     first, second = namespace["first"], namespace["second"]
     assert first.text.startswith(" Paris")
     assert second.text.startswith(" 5, 6")
     assert first.text in capsys.readouterr().out
+
+    exec(compile(sharing, "README sharing", "exec"), namespace)
+    printed = capsys.readouterr().out
+    assert printed.startswith(" Rome")
+    assert " Berlin" in printed
+    metrics = namespace["metrics"]
+    assert (metrics.pages_live, metrics.num_preemptions) == (0, 0)
+    assert metrics.prefix.hit_rate > 0.4
+    assert "first different token" in printed
+    assert all(answer.cached_tokens >= 32 for answer in namespace["samples"])
 
 
 def test_commands_name_files_that_exist():

@@ -61,10 +61,10 @@ def numpy_logprobs(token_ids):
 def test_warm_up_compiles_what_requests_like_these_need():
     scored = pj.Request([1, 2], max_tokens=3, sampling=pj.SamplingParams(1.0), prompt_logprobs=True)
     engine().warm_up(scored)
-    compiled = engine()._steps.num_compilations
+    compiled = engine()._runner.steps.num_compilations
     engine().generate([scored, pj.Request([1], max_tokens=3, sampling=pj.SamplingParams(9.0))])
     engine().generate([pj.Request(prompts()[5], max_tokens=3, logprobs=0), scored])
-    assert engine()._steps.num_compilations == compiled
+    assert engine()._runner.steps.num_compilations == compiled
     assert_all_free(engine())
 
 
@@ -100,15 +100,15 @@ def test_a_sample_does_not_depend_on_rows_and_chunks():
 
 
 def test_a_sample_does_not_depend_on_a_step_that_failed(monkeypatch):
-    run = engine()._steps.step
+    run = engine()._runner.steps.step
 
     def fail(*args):
-        monkeypatch.setattr(engine()._steps, "step", run)
+        monkeypatch.setattr(engine()._runner.steps, "step", run)
         raise RuntimeError("the device was lost")
 
     ids = [engine().add_request(request) for request in sampled(ignore_eos=True)]
     events = [event for _ in range(4) for event in engine().step()]
-    monkeypatch.setattr(engine()._steps, "step", fail)
+    monkeypatch.setattr(engine()._runner.steps, "step", fail)
     with pytest.raises(RuntimeError, match="the device was lost"):
         engine().step()
     while step := engine().step():
@@ -122,7 +122,7 @@ def test_parameters_compile_nothing():
     answers()
     assert_greedy(engine().generate([pj.Request(p, max_tokens=NEW, ignore_eos=True) for p in prompts()]))
     engine().generate([pj.Request(prompts()[0], 3, sampling=pj.SamplingParams(repetition_penalty=1.5))])
-    compiled = engine()._steps.num_compilations
+    compiled = engine()._runner.steps.num_compilations
     for params in (
         pj.SamplingParams(0.3, top_k=2, seed=7),
         pj.SamplingParams(11.0, top_p=0.3, min_p=0.2),
@@ -131,7 +131,7 @@ def test_parameters_compile_nothing():
     ):
         asked = prompts() if params.repetition_penalty == 1 else prompts()[:1]  # of one token: a decode step alone
         engine().generate([pj.Request(prompt, max_tokens=3, sampling=params) for prompt in asked])
-    assert engine()._steps.num_compilations == compiled
+    assert engine()._runner.steps.num_compilations == compiled
 
 
 def test_samples_have_keys_of_their_own():

@@ -9,7 +9,6 @@ import pytest
 
 import paged_jax as pj
 from paged_jax.engine import Engine
-from paged_jax.scheduler import Scheduler, SequenceState
 from tests.paged_jax.tiny import VOCAB, TinyModel, greedy, tiny_layout, tiny_params
 
 NEW = 9
@@ -59,9 +58,10 @@ def assert_greedy(answers, asked=None, new=NEW):
 
 
 def assert_all_free(engine):
-    assert int(engine._pool.num_free) == engine.layout.num_pages - 1
-    assert not np.asarray(engine._pool.ref_counts).any()
-    assert not np.asarray(engine._tables.page_ids).any()
+    metrics = engine.metrics()
+    assert metrics.pages_live == 0
+    assert metrics.pages_cached + metrics.pages_free == engine.layout.num_pages - 1
+    assert not engine._runner.page_ids.any()
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
@@ -92,8 +92,8 @@ def test_requests_can_join_while_others_run():
     first = engine.add_request(requests()[4])
     events = [event for _ in range(3) for event in engine.step()]
     second = engine.add_request(requests()[2])
-    while step := engine.step():
-        events += step
+    while not engine.is_idle:
+        events += engine.step()
     for request_id, index in ((first, 4), (second, 2)):
         tokens = [event.token_id for event in events if event.request_id == request_id]
         assert tokens == greedy(prompts()[index], NEW)[0]
@@ -103,8 +103,9 @@ def test_pages_are_taken_one_by_one():
     engine = shared_engine()
     engine.add_request(pj.Request(prompts()[2], max_tokens=12))  # 4 tokens: one page of 4
     live = []
-    while engine.step():
-        live.append(39 - int(engine._pool.num_free))
+    while not engine.is_idle:
+        engine.step()
+        live.append(engine.metrics().pages_live)
     assert live == [1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 0]  # the last step has released them
 
 
@@ -213,10 +214,10 @@ def test_a_step_that_raises_loses_no_request(fails_at):
 def test_after_warm_up_nothing_compiles():
     engine = make_engine(max_seqs=12)  # three decode shapes
     engine.warm_up()
-    compiled = engine._steps.num_compilations
+    compiled = engine._runner.steps.num_compilations
     assert_greedy(engine.generate(requests()))
     engine.generate([pj.Request(prompts()[0], max_tokens=20)])
-    assert engine._steps.num_compilations == compiled
+    assert engine._runner.steps.num_compilations == compiled
     assert engine.stats.num_compilations == compiled
 
 
@@ -313,30 +314,7 @@ def test_shapes_are_few():
     assert config(max_seqs=1, max_tokens_per_step=4).prefill_sizes == (4,)
 
 
-def sequence(request_id, prompt_len, max_len):
-    return SequenceState(request_id, [1] * prompt_len, prompt_len, max_len)
-
-
-def test_scheduler_serves_first_come_first():
-    scheduler = Scheduler(config(max_seqs=4, max_tokens_per_step=8), tiny_layout())
-    for request_id, length in enumerate((6, 5, 1)):
-        scheduler.add(sequence(request_id, length, 20))
-    plan = scheduler.plan()
-    assert [(seq.request_id, count) for seq, count in plan.counts] == [(0, 6), (1, 1), (2, 1)]
-    assert plan.is_prefill
-    assert plan.num_tokens == 8
-
-
-def test_scheduler_reserves_what_a_sequence_may_need():
-    scheduler = Scheduler(config(), tiny_layout(num_pages=11))  # 10 pages of 4
-    scheduler.add(sequence(0, 2, 25))  # keeps up to 24 tokens: 6 pages
-    scheduler.add(sequence(1, 2, 18))  # 17 tokens: 5 pages, too many beside the first
-    scheduler.add(sequence(2, 1, 2))
-    assert [seq.request_id for seq, _ in scheduler.plan().counts] == [0]  # nobody overtakes
-    scheduler.finish(scheduler.running[0])
-    assert [seq.request_id for seq, _ in scheduler.plan().counts] == [1, 2]
-
-
 def test_nothing_to_do():
-    assert Scheduler(config(), tiny_layout()).plan() is None
-    assert make_engine().step() == []
+    engine = shared_engine()
+    assert engine.is_idle
+    assert engine.step() == []

@@ -10,7 +10,8 @@ from hypothesis import example, given
 import paged_jax as pj
 from models.tokenizer import Tokenizer
 from paged_jax.answer import Answer
-from paged_jax.scheduler import SequenceState
+from paged_jax.prefix import Namespace, PageKeys
+from paged_jax.sequence import SequenceState
 from paged_jax.steps import StepOutput
 from paged_jax.stop import StopFilter
 from tests.tiny_checkpoint import tiny_tokenizer, vocabulary
@@ -75,13 +76,13 @@ IDS = st.lists(
 )
 
 
-@given(ids=st.lists(IDS, max_size=20), stop=STOPS, ends=st.booleans())
+@given(ids=IDS, stop=STOPS, ends=st.booleans())
 @example(ids=tokenizer().encode("a🎉"), stop=["🎉"], ends=False)
 @example(ids=tokenizer().encode("ba🎉")[:-1], stop=["a"], ends=False)  # held back with half a character, then stopped
 def test_tokens_become_text_that_is_never_taken_back(ids, stop, ends):
     """The events of an answer, half characters and end tokens among them, concatenate to its text."""
     ids = [*ids, 0] if ends else [*ids, 5]
-    sequence = SequenceState(0, [7], 1, 1 + len(ids))
+    sequence = SequenceState(0, [7], 1, 1 + len(ids), PageKeys(Namespace(), 16))
     answer = Answer(sequence, pj.Request([7], stop=stop), tokenizer())
     events = []
     for token in ids:
