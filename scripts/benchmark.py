@@ -2,6 +2,7 @@
 
 throughput   the engine's tokens per second for several numbers of sequences and dtypes
 contiguous   a decode step over pages beside the same model over a plain contiguous cache
+overhead     what the engine's host side adds to a step: scheduling, hashing, tables, dispatch
 
 Rounds are interleaved and medians reported: machines drift. Compilation is left out.
 """
@@ -28,7 +29,7 @@ from tqdm import tqdm
 from models import registry
 from models.registry import Checkpoint
 from models.transformer import FunctionalModel, functional
-from paged_jax import Batch, Engine, EngineConfig, KVPages, Request, size_pool
+from paged_jax import Batch, Engine, EngineConfig, KVLayout, KVPages, Request, size_pool
 from paged_jax import batch as batches
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -46,6 +47,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     contiguous.add_argument(
         "--max-model-len", type=int, default=2048, help="tokens that the contiguous cache reserves a sequence (2048)"
     )
+    overhead = commands.add_parser("overhead", help="the engine's own time a step, with a model that computes nothing")
+    overhead.add_argument("--sequences", type=int, nargs="+", default=[1, 32, 256], help="(1 32 256)")
+    overhead.add_argument("--steps", type=int, default=300, help="steps to measure (300)")
+    overhead.add_argument("--page-size", type=int, default=16, help="tokens a page (16)")
+    overhead.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
     for command in (throughput, contiguous):
         command.add_argument("--model", default=registry.DEFAULT_MODEL, help="as for generate.py")
         command.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 16, 32], help="(1 8 16 32)")
@@ -95,6 +101,46 @@ def throughput(args: argparse.Namespace, checkpoints: dict[str, Checkpoint]) -> 
         }
         for dtype, num_seqs in cases
     ]
+
+
+class _NoModel:
+    """The model contract with nothing behind it: what is left of a step is the engine."""
+
+    def __call__(self, params: Any, token_ids: Array, batch: Batch, kv: Any) -> tuple[Array, Any]:
+        return token_ids.astype(jnp.float32)[:, None], kv
+
+    def logits(self, params: Any, hidden: Array) -> Array:
+        return hidden * jnp.ones(8, jnp.float32)
+
+
+def overhead(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Milliseconds of a decode step whose model computes nothing, all sequences running."""
+    rows = []
+    for num_seqs in args.sequences:
+        max_len = 64 + args.steps + 1
+        config = EngineConfig(max_seqs=num_seqs, max_model_len=max_len, max_tokens_per_step=max(64, 2 * num_seqs))
+        layout = KVLayout(1, num_seqs * -(-max_len // args.page_size) + 1, args.page_size, 1, 2)
+        engine = Engine(_NoModel(), {"none": jnp.zeros(1)}, layout, None, config)
+        engine.warm_up()
+        rng = np.random.default_rng(0)
+        for _ in range(num_seqs):
+            engine.add_request(Request(rng.integers(0, 8, 64).tolist(), max_tokens=args.steps))
+        while len(engine.step()) < num_seqs:
+            pass  # prompts
+        times = []
+        for _ in range(args.steps - 64):
+            started = time.perf_counter()
+            engine.step()
+            times.append((time.perf_counter() - started) * 1e3)
+        rows.append(
+            {
+                "sequences": num_seqs,
+                "median ms": statistics.median(times),
+                "p99 ms": float(np.percentile(times, 99)),
+                "steps": len(times),
+            }
+        )
+    return rows
 
 
 def contiguous(args: argparse.Namespace, checkpoints: dict[str, Checkpoint]) -> list[dict[str, Any]]:
@@ -222,8 +268,11 @@ def machine() -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one measurement and prints its table."""
     args = parse_arguments(argv)
-    checkpoints = {dtype: registry.load(args.model, dtype=DTYPES[dtype]) for dtype in args.dtypes}
-    rows = {"throughput": throughput, "contiguous": contiguous}[args.command](args, checkpoints)
+    if args.command == "overhead":
+        rows = overhead(args)
+    else:
+        checkpoints = {dtype: registry.load(args.model, dtype=DTYPES[dtype]) for dtype in args.dtypes}
+        rows = {"throughput": throughput, "contiguous": contiguous}[args.command](args, checkpoints)
     print(", ".join(f"{name} {value}" for name, value in machine().items()))
     print(format_table(rows))
     if args.json is not None:

@@ -32,6 +32,7 @@ from paged_jax import (
     TokenEvent,
     size_pool,
 )
+from scripts.page_plot import PageHistory, check_plots
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 DEMO_PROMPTS = (
@@ -93,6 +94,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and pages (float32)")
     parser.add_argument("--implementation", help="of the attention: " + ", ".join(pallas_kernels.IMPLEMENTATIONS))
     parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="write the answers here, a line each")
+    parser.add_argument("--stats", action="store_true", help="also show prefix hits, preemptions and what is cached")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the pages over time (extra: plots)")
     parser.add_argument("--quiet", action="store_true", help="no progress, no table: only what was asked for")
     return parser.parse_args(argv)
 
@@ -266,6 +269,22 @@ def table(engine: Engine, seconds: float) -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
+def stats_table(engine: Engine) -> str:
+    """What the memory manager did, as a short table."""
+    metrics = engine.metrics()
+    prefix = metrics.prefix
+    rows = [
+        ("prefix hits", f"{prefix.hit} of {prefix.queried} prompt tokens ({100 * prefix.hit_rate:.1f} %)"),
+        ("after preemption", f"{prefix.rehit} of {prefix.requeried} tokens found again"),
+        ("preemptions", str(metrics.num_preemptions)),
+        ("evictions", f"{metrics.num_evictions} cached pages"),
+        ("pages now", f"{metrics.pages_live} live, {metrics.pages_cached} cached, {metrics.pages_free} free"),
+        ("largest batch", f"{engine.stats.peak_seqs} sequences"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
 def _rate(tokens: int, seconds: float) -> str:
     return f"{tokens / seconds:.1f} tokens/s" if seconds else "no time"
 
@@ -298,8 +317,11 @@ def run(args: argparse.Namespace) -> None:
     KVLayout(num_layers=1, num_pages=num_pages, page_size=args.page_size, num_kv_heads=1, head_dim=1)
     if args.logprobs and args.output is None:
         raise UsageError("--logprobs are written to a file: give --output too")
-    if args.output is not None:
-        check_writable(args.output)
+    for path in (args.output, args.plot):
+        if path is not None:
+            check_writable(path)
+    if args.plot is not None:
+        check_plots()
     if not args.quiet:
         print(f"loading {args.model} ({args.dtype}) on {jax.default_backend()}", file=sys.stderr)
     checkpoint = registry.load(args.model, dtype=DTYPES[args.dtype])
@@ -316,7 +338,8 @@ def run(args: argparse.Namespace) -> None:
         display = Progress(len(given), args.n, args.max_tokens)
     started = time.perf_counter()
     try:
-        answers = engine.generate(requests, on_token=display)
+        history = None if args.plot is None else PageHistory(engine)
+        answers = engine.generate(requests, on_token=display, on_step=None if history is None else history.record)
     finally:
         if display is not None:
             display.close()
@@ -324,6 +347,10 @@ def run(args: argparse.Namespace) -> None:
         args.output.write_text("".join(records(given, args.n, answers)), encoding="utf-8")
     if not args.quiet:
         print("\n" + table(engine, time.perf_counter() - started))
+    if args.stats:
+        print("\n" + stats_table(engine))
+    if history is not None:
+        history.plot(args.plot)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,433 @@
+"""Replays a trace of requests through the engine and says what users would have felt.
+
+A trace is a JSONL file, a request a line: {"arrival": seconds, "prompt": "..." or "token_ids": [...], "max_tokens": 32,
+"n": 1, "cache_salt": null, "follows": null}. A request that follows another (by its line, from 0) continues its prompt
+and answer with its own tokens, `arrival` seconds after that answer has ended: the next turn of a chat. Without --trace
+one is made by --make. With --time virtual the clock skips the waits for the next arrival; --time real sleeps.
+
+Caching on and off, and several sizes of the pool, are compared in one run over the same trace.
+"""
+
+import argparse
+import heapq
+import itertools
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from models import registry
+from models.registry import Checkpoint
+from models.transformer import functional
+from paged_jax import Engine, EngineConfig, KVLayout, Request, size_pool
+from paged_jax.layout import ceil_div
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+class UsageError(Exception):
+    """Bad input: one line for the user."""
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """One line of a trace; see the module."""
+
+    arrival: float
+    prompt: str | None = None
+    token_ids: list[int] | None = None
+    max_tokens: int = 32
+    n: int = 1
+    cache_salt: str | None = None
+    follows: int | None = None
+
+
+@dataclass
+class Served:
+    """What became of a request.
+
+    Attributes:
+      arrival: seconds since the start.
+      prompt: its tokens; empty if it was rejected before they were known.
+      times: seconds since the start of each token, a list for each sample.
+      answer: tokens of its first sample.
+      rejected: why it was refused, else None.
+    """
+
+    arrival: float
+    prompt: list[int] = field(default_factory=list)
+    times: dict[int, list[float]] = field(default_factory=dict)
+    answer: list[int] = field(default_factory=list)
+    rejected: str | None = None
+
+
+class Clock:
+    """Seconds since the start.
+
+    Args:
+      real: wait by sleeping; else waits are skipped and the clock set forward.
+    """
+
+    def __init__(self, *, real: bool) -> None:
+        self._real = real
+        self._start = time.perf_counter()
+
+    def now(self) -> float:
+        """The time."""
+        return time.perf_counter() - self._start
+
+    def wait_until(self, moment: float) -> None:
+        """Nothing is left to do before `moment`."""
+        left = moment - self.now()
+        if left <= 0:
+            return
+        if self._real:
+            time.sleep(left)
+        else:
+            self._start -= left
+
+
+def read_trace(path: Path) -> list[TraceRequest]:
+    """The requests of a file.
+
+    Raises:
+      UsageError: it cannot be read, or a line is not a request.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from error
+    trace: list[TraceRequest] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            request = TraceRequest(**json.loads(line))
+        except (json.JSONDecodeError, TypeError) as error:
+            raise UsageError(f"{path}, line {number}: not a request ({error})") from error
+        if (request.prompt is None) == (request.token_ids is None):
+            raise UsageError(f"{path}, line {number}: give either prompt or token_ids")
+        if request.follows is not None and not 0 <= request.follows < len(trace):
+            raise UsageError(f"{path}, line {number}: follows must name an earlier line, got {request.follows}")
+        trace.append(request)
+    if not trace:
+        raise UsageError(f"{path} holds no request")
+    return trace
+
+
+def make_trace(kind: str, args: argparse.Namespace, vocab_size: int) -> list[TraceRequest]:
+    """A trace of one of `TRACES`, the same for the same seed."""
+    rng = random.Random(args.seed)
+
+    def tokens(low: int, high: int | None = None) -> list[int]:
+        return [rng.randrange(vocab_size // 2, vocab_size) for _ in range(rng.randint(low, high or low))]
+
+    gaps = itertools.accumulate(rng.expovariate(args.rate) for _ in itertools.count())
+    return TRACES[kind](args, tokens, gaps)
+
+
+def _rag(args: argparse.Namespace, tokens: Callable[..., list[int]], arrivals: Iterator[float]) -> list[TraceRequest]:
+    """One long system prompt, a short question each."""
+    shared = tokens(args.shared)
+    return [_request(args, next(arrivals), shared + tokens(8, 40)) for _ in range(args.requests)]
+
+
+def _rag_volatile_first(
+    args: argparse.Namespace, tokens: Callable[..., list[int]], arrivals: Iterator[float]
+) -> list[TraceRequest]:
+    """As rag, with a token that differs each time (a date, a user's name) before the shared part."""
+    return [
+        replace(request, token_ids=[i, *(request.token_ids or [])])
+        for i, request in enumerate(_rag(args, tokens, arrivals))
+    ]
+
+
+def _rag_volatile_last(
+    args: argparse.Namespace, tokens: Callable[..., list[int]], arrivals: Iterator[float]
+) -> list[TraceRequest]:
+    """As rag, with the token that differs behind everything else."""
+    return [
+        replace(request, token_ids=[*(request.token_ids or []), i])
+        for i, request in enumerate(_rag(args, tokens, arrivals))
+    ]
+
+
+def _chat(args: argparse.Namespace, tokens: Callable[..., list[int]], arrivals: Iterator[float]) -> list[TraceRequest]:
+    """Conversations of four turns under one system prompt; each turn follows the answer before it."""
+    shared, turns = tokens(args.shared), 4
+    trace: list[TraceRequest] = []
+    while len(trace) < args.requests:
+        trace.append(_request(args, next(arrivals), shared + tokens(10, 40)))
+        for _ in range(min(turns, args.requests - len(trace) + 1) - 1):
+            trace.append(replace(_request(args, 0.5, tokens(10, 40)), follows=len(trace) - 1))
+    return trace
+
+
+def _agent(args: argparse.Namespace, tokens: Callable[..., list[int]], arrivals: Iterator[float]) -> list[TraceRequest]:
+    """Two agents whose transcripts grow by an answer and a tool's long output each step."""
+    starts = [_request(args, next(arrivals), tokens(args.shared)) for _ in range(2)]
+    steps = [replace(_request(args, 0.1, tokens(20, 60)), follows=i) for i in range(args.requests - 2)]
+    return starts + steps
+
+
+def _one_shot(
+    args: argparse.Namespace, tokens: Callable[..., list[int]], arrivals: Iterator[float]
+) -> list[TraceRequest]:
+    """Prompts of every length that have nothing in common."""
+    return [_request(args, next(arrivals), tokens(4, args.shared)) for _ in range(args.requests)]
+
+
+def _bursty(
+    args: argparse.Namespace, tokens: Callable[..., list[int]], arrivals: Iterator[float]
+) -> list[TraceRequest]:
+    """As one-shot, eight at a time."""
+    bursts = [burst for burst in itertools.islice(arrivals, ceil_div(args.requests, 8)) for _ in range(8)]
+    return [_request(args, 8 * burst, tokens(4, args.shared)) for burst in bursts[: args.requests]]
+
+
+TRACES = {
+    "rag": _rag,
+    "rag-volatile-first": _rag_volatile_first,
+    "rag-volatile-last": _rag_volatile_last,
+    "chat": _chat,
+    "agent": _agent,
+    "one-shot": _one_shot,
+    "bursty": _bursty,
+}
+
+
+def _request(args: argparse.Namespace, arrival: float, token_ids: list[int]) -> TraceRequest:
+    return TraceRequest(arrival=round(arrival, 4), token_ids=token_ids, max_tokens=args.max_tokens)
+
+
+def replay(
+    engine: Engine, trace: Sequence[TraceRequest], clock: Clock, encode: Callable[[str], list[int]]
+) -> list[Served]:
+    """Serves a trace; every answer has its full length, whatever tokens come."""
+    served = [Served(request.arrival) for request in trace]
+    followers: dict[int, list[int]] = {}
+    due: list[tuple[float, int]] = []
+    for index, request in enumerate(trace):
+        if request.follows is None:
+            heapq.heappush(due, (request.arrival, index))
+        else:
+            followers.setdefault(request.follows, []).append(index)
+    running: dict[int, int] = {}
+    progress = tqdm(total=len(trace), desc="requests", disable=None, leave=False)
+    while due or running:
+        if not running:
+            clock.wait_until(due[0][0])
+        while due and due[0][0] <= clock.now():
+            arrival, index = heapq.heappop(due)
+            ended = _submit(engine, trace, served, index, arrival, encode, running)
+            progress.update(ended)
+        for event in engine.step():
+            index, now = running[event.request_id], clock.now()
+            record = served[index]
+            record.times.setdefault(event.sample, []).append(now)
+            if event.sample == 0:
+                record.answer.append(event.token_id)
+            finished = sum(len(times) == trace[index].max_tokens for times in record.times.values())
+            if event.finish_reason is not None and finished == trace[index].n:
+                del running[event.request_id]
+                progress.update()
+                for follower in followers.get(index, []):
+                    heapq.heappush(due, (now + trace[follower].arrival, follower))
+    progress.close()
+    return served
+
+
+def _submit(
+    engine: Engine,
+    trace: Sequence[TraceRequest],
+    served: list[Served],
+    index: int,
+    arrival: float,
+    encode: Callable[[str], list[int]],
+    running: dict[int, int],
+) -> int:
+    """Queues a request; returns how many requests ended by that: 1 if it was refused."""
+    request, record = trace[index], served[index]
+    record.arrival = arrival
+    own = request.token_ids if request.token_ids is not None else encode(request.prompt or "")
+    before = served[request.follows] if request.follows is not None else Served(0.0)
+    try:
+        asked = Request(
+            [*before.prompt, *before.answer, *own],
+            max_tokens=request.max_tokens,
+            n=request.n,
+            cache_salt=request.cache_salt,
+            ignore_eos=True,
+        )
+        running[engine.add_request(asked)] = index
+    except ValueError as error:
+        record.rejected = str(error)
+        return 1
+    record.prompt = list(asked.prompt) if not isinstance(asked.prompt, str) else []
+    return 0
+
+
+def ideal_hits(trace: Sequence[TraceRequest], served: Sequence[Served]) -> int:
+    """Prompt tokens that some request before has had in the same places: what a cache without pages or limits finds."""
+    total = 0
+    seen: dict[str | None, list[np.ndarray]] = {}
+    for request, record in sorted(zip(trace, served, strict=True), key=lambda pair: pair[1].arrival):
+        if record.rejected is not None:
+            continue
+        prompt = np.array(record.prompt)
+        known = seen.setdefault(request.cache_salt, [])
+        total += max((_common(prompt, other) for other in known), default=0)
+        known.append(np.array([*record.prompt, *record.answer]))
+    return total
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    length = min(len(a), len(b))
+    different = np.flatnonzero(a[:length] != b[:length])
+    return int(different[0]) if len(different) else length
+
+
+def summarise(
+    engine: Engine, trace: Sequence[TraceRequest], served: Sequence[Served], seconds: float
+) -> dict[str, Any]:
+    """The figures of one run: seconds, tokens per second, shares and counts."""
+    samples = [(record.arrival, times) for record in served for times in record.times.values()]
+    metrics, layout = engine.metrics(), engine.layout
+    prompt_tokens = sum(len(record.prompt) for record in served if record.rejected is None)
+    accepted = sum(record.rejected is None for record in served)
+    row: dict[str, Any] = {
+        "caching": "on" if engine.config.prefix_caching else "off",
+        "pages": layout.num_pages - 1,
+        "pool MiB": layout.pool_bytes / 2**20,
+        "peak pages": engine.stats.peak_pages,
+        "headroom": 1 - engine.stats.peak_pages / (layout.num_pages - 1),
+        "total s": seconds,
+        "tokens/s": sum(len(times) for _, times in samples) / seconds,
+        "hit rate": metrics.prefix.hit_rate,
+        "ideal hit rate": ideal_hits(trace, served) / max(prompt_tokens, 1),
+        "page a request": accepted * layout.page_size / max(prompt_tokens, 1),
+        "preemptions": metrics.num_preemptions,
+        "evictions": metrics.num_evictions,
+        "rejected": len(served) - accepted,
+    }
+    figures = {
+        "TTFT": [times[0] - arrival for arrival, times in samples],
+        "TPOT": [(times[-1] - times[0]) / (len(times) - 1) for _, times in samples if len(times) > 1],
+        "ITL": [b - a for _, times in samples for a, b in itertools.pairwise(times)],
+        "E2E": [times[-1] - arrival for arrival, times in samples],
+    }
+    for name, values in figures.items():
+        values = values or [float("nan")]
+        row |= {
+            f"{name} mean": statistics.fmean(values),
+            f"{name} median": statistics.median(values),
+            f"{name} p99": float(np.percentile(values, 99)),
+        }
+    memory = engine.memory_stats()
+    if "peak_bytes_in_use" in memory:
+        row["device peak MiB"] = memory["peak_bytes_in_use"] / 2**20
+        row["device headroom MiB"] = (memory["bytes_limit"] - memory["peak_bytes_in_use"]) / 2**20
+    return row
+
+
+def build_layouts(args: argparse.Namespace, checkpoint: Checkpoint, config: EngineConfig) -> list[KVLayout]:
+    """The pools to compare: of so many bytes, of such fractions of the device's memory, or what memory allows."""
+    model = functional(checkpoint.config)
+    layout: KVLayout = model.kv_layout(num_pages=2, page_size=args.page_size, dtype=DTYPES[args.dtype])
+    if args.memory_bytes:
+        return [replace(layout, num_pages=max(2, size // layout.bytes_per_page)) for size in args.memory_bytes]
+    return [
+        size_pool(model, checkpoint.params, layout, replace(config, memory_utilization=fraction))
+        for fraction in args.memory_utilization
+    ]
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="the trace to replay")
+    source.add_argument("--make", choices=TRACES, default="rag", help="make a trace of this kind (rag)")
+    parser.add_argument("--save", type=Path, metavar="FILE.jsonl", help="write the made trace here")
+    parser.add_argument("--requests", type=int, default=16, help="requests of a made trace (16)")
+    parser.add_argument("--shared", type=int, default=340, help="tokens of its shared or longest part (340)")
+    parser.add_argument("--max-tokens", type=int, default=32, help="tokens to generate for each of its requests (32)")
+    parser.add_argument("--rate", type=float, default=4.0, help="arrivals a second (4)")
+    parser.add_argument("--seed", type=int, default=0, help="of its random tokens and arrivals (0)")
+    parser.add_argument("--time", choices=("virtual", "real"), default="virtual", help="skip waits, or sleep (virtual)")
+    parser.add_argument("--caching", choices=("on", "off"), nargs="+", default=["on"], help="prefix caching (on)")
+    pool = parser.add_mutually_exclusive_group()
+    pool.add_argument("--memory-bytes", type=int, nargs="+", metavar="BYTES", help="pools of these sizes")
+    pool.add_argument("--memory-utilization", type=float, nargs="+", default=[0.9], metavar="FRACTION",
+                      help="pools that fill the device so far (0.9); a CPU has no limit: --memory-bytes")  # fmt: skip
+    parser.add_argument("--model", default=registry.DEFAULT_MODEL, help="as for generate.py")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and pages (float32)")
+    parser.add_argument("--page-size", type=int, default=16, help="tokens a page (16)")
+    parser.add_argument("--max-seqs", type=int, default=16, help="sequences at once (16)")
+    parser.add_argument("--max-model-len", type=int, default=2048, help="longest prompt and answer (2048)")
+    parser.add_argument("--max-tokens-per-step", type=int, default=256, help="tokens a step computes (256)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
+    return parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The whole command; raises UsageError, ValueError or OSError on bad input."""
+    given = None if args.trace is None else read_trace(args.trace)
+    checkpoint = registry.load(args.model, dtype=DTYPES[args.dtype])
+    trace = given or make_trace(args.make, args, checkpoint.config.vocab_size)
+    if args.save is not None:
+        args.save.write_text("".join(json.dumps(asdict(request)) + "\n" for request in trace), encoding="utf-8")
+    config = EngineConfig(
+        max_seqs=args.max_seqs,
+        max_model_len=min(args.max_model_len, checkpoint.config.max_model_len),
+        max_tokens_per_step=args.max_tokens_per_step,
+    )
+    rows = []
+    for layout in build_layouts(args, checkpoint, config):
+        for caching in args.caching:
+            chosen = replace(config, prefix_caching=caching == "on")
+            engine = Engine(functional(checkpoint.config), checkpoint.params, layout, checkpoint.tokenizer, chosen)
+            engine.warm_up()
+            clock = Clock(real=args.time == "real")
+            started = time.perf_counter()
+            served = replay(engine, trace, clock, checkpoint.tokenizer.encode)
+            rows.append(summarise(engine, trace, served, time.perf_counter() - started))
+    return rows
+
+
+def format_rows(rows: Sequence[dict[str, Any]]) -> str:
+    """A column for each run."""
+    width = max(len(name) for name in rows[0])
+    lines = []
+    for name in rows[0]:
+        cells = [f"{row[name]:.3f}" if isinstance(row[name], float) else str(row[name]) for row in rows]
+        lines.append(f"{name:<{width}}" + "".join(f"{cell:>12}" for cell in cells))
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status: 0, 2 for bad input, 130 when interrupted."""
+    args = parse_arguments(argv)
+    try:
+        rows = run(args)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except (UsageError, ValueError, OSError, ModuleNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(format_rows(rows))
+    if args.json is not None:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
