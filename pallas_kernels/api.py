@@ -18,7 +18,12 @@ from pallas_kernels import reference, validation, xla
 IMPLEMENTATIONS: Final[Mapping[str, Callable[..., tuple[Array, Array]]]] = MappingProxyType(
     {"xla": xla.paged_attention, "reference": reference.paged_attention}
 )
-"""Implementation name -> function. `xla` runs on every backend; `reference` is the slow oracle of the tests."""
+"""Implementation name -> function. `xla` runs on every backend; `reference` is the slow oracle of the tests.
+
+Each is called as `f(q, kv_pages, block_tables, seq_lens, cu_query_lens, row_offset, scale, window, kv_scales, *,
+num_kv_heads, max_query_len, logit_soft_cap) -> (out, lse)`, with scalars as arrays and None for the scales of a
+floating-point pool.
+"""
 
 _NO_WINDOW: Final = 2**31 - 1
 
@@ -95,14 +100,14 @@ def paged_attention(
         raise NotImplementedError(f"implementation {name!r} does not take kv_scales (quantised pools) yet")
     window = _NO_WINDOW if sliding_window is None else sliding_window
 
-    def attend(*operands: Array) -> tuple[Array, Array]:
+    def attend(*operands: Array | None) -> tuple[Array, Array]:
         return IMPLEMENTATIONS[name](
             *operands, num_kv_heads=num_kv_heads, max_query_len=max_query_len, logit_soft_cap=logit_soft_cap
         )
 
     out, lse = _inference_only(attend)(
         q, kv_pages, block_tables, seq_lens, cu_query_lens,
-        jnp.asarray(row_offset, jnp.int32), jnp.asarray(scale, jnp.float32), jnp.asarray(window, jnp.int32),
+        jnp.asarray(row_offset, jnp.int32), jnp.asarray(scale, jnp.float32), jnp.asarray(window, jnp.int32), kv_scales,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
