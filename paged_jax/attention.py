@@ -1,6 +1,7 @@
 """What a layer of a model calls: write this step's keys and values, then attend over all that is cached."""
 
 from dataclasses import replace
+from functools import partial
 
 from jax import Array
 from jaxtyping import Float, Int32
@@ -33,14 +34,18 @@ def write_kv(
         raise ValueError(
             f"k must be [num_tokens, {layout.num_kv_heads}, {layout.head_dim}] as in the layout, got {list(k.shape)}"
         )
-    pages = pallas_kernels.write_kv(
+    write = partial(
+        pallas_kernels.write_kv,
         kv.pages,
         layout.pad_heads(k),
         layout.pad_heads(v),
         batch.slot_mapping,
         row_offset=layout.row_offset(layer),
     )
-    return replace(kv, pages=pages)
+    if kv.scales is None:
+        return replace(kv, pages=write())
+    pages, scales = write(kv_scales=kv.scales)
+    return replace(kv, pages=pages, scales=scales)
 
 
 def attend(
@@ -84,6 +89,7 @@ def attend(
         max_query_len=batch.max_query_len,
         sliding_window=sliding_window,
         logit_soft_cap=logit_soft_cap,
+        kv_scales=kv.scales,
         implementation=batch.implementation,
     )
     return out[..., :head_dim]

@@ -30,15 +30,18 @@ class KVPages:
     Attributes:
       pages: [num_layers * num_pages, page_size, num_kv_heads * 2 * padded_head_dim].
       layout: static geometry.
+      scales: of quantised pages, float32 [num_layers * num_pages, num_kv_heads * 2, page_size]; None otherwise.
     """
 
     pages: Array
     layout: KVLayout = field(metadata={"static": True})
+    scales: Array | None = None
 
     @classmethod
     def create(cls, layout: KVLayout) -> "KVPages":
         """Zeroed pages on the default device."""
-        return cls(jnp.zeros(layout.pages_shape, layout.dtype), layout)
+        scales = jnp.zeros(layout.scales_shape, jnp.float32) if layout.is_quantised else None
+        return cls(jnp.zeros(layout.pages_shape, layout.dtype), layout, scales)
 
 
 @no_type_check  # jax also builds instances of shapes, host arrays and placeholders
@@ -125,13 +128,14 @@ def release(cache: PagedCache, mask: Bool[Array, " max_seqs"]) -> PagedCache:
 
 @partial(jax.jit, inline=True)  # so that outside jit it compiles once, and not a loop anew each call
 def copy_pages(kv: KVPages, copies: PageCopies) -> KVPages:
-    """Copies whole pages, all layers of each, as copy-on-write asks for. Costs the real number of copies."""
+    """Copies whole pages, all layers of each and their scales, as copy-on-write asks for. Costs the real number of
+    copies."""
 
-    def copy(i: Array, pages: Array) -> Array:
+    def copy(i: Array, kv: KVPages) -> KVPages:
         src, dst = kv.layout.rows_of_page(copies.src[i]), kv.layout.rows_of_page(copies.dst[i])
-        return pages.at[dst].set(pages[src], unique_indices=True)
+        return jax.tree.map(lambda rows: rows.at[dst].set(rows[src], unique_indices=True), kv)
 
-    return replace(kv, pages=lax.fori_loop(0, copies.count, copy, kv.pages))
+    return lax.fori_loop(0, copies.count, copy, kv)
 
 
 def gather_kv(
@@ -140,15 +144,23 @@ def gather_kv(
     """Keys and values of one layer as contiguous arrays, zeros past each sequence's end: to look at, or to test.
 
     Returns:
-      (k, v), each [max_seqs, pages_per_seq * page_size, num_kv_heads, head_dim] in the pool's dtype.
+      (k, v), each [max_seqs, pages_per_seq * page_size, num_kv_heads, head_dim] in the pool's dtype, or the numbers
+      that a quantised pool stands for, in float32.
     """
     layout, tables = cache.layout, cache.tables
-    max_seqs, pages_per_seq = tables.page_ids.shape
-    rows = cache.kv.pages[tables.page_ids + layout.row_offset(layer)]
-    rows = rows.reshape(max_seqs, pages_per_seq * layout.page_size, -1)
-    position = jnp.arange(rows.shape[1], dtype=jnp.int32)
-    rows = jnp.where((position < tables.seq_lens[:, None])[..., None], rows, 0)
-    return layout.split_kv(rows)
+    rows = tables.page_ids + layout.row_offset(layer)
+    k, v = layout.split_kv(cache.kv.pages[rows])
+    if cache.kv.scales is not None:
+        k_scale, v_scale = layout.split_scales(cache.kv.scales[rows])
+        k, v = k.astype(jnp.float32) * k_scale[..., None], v.astype(jnp.float32) * v_scale[..., None]
+    max_seqs, pages_per_seq = rows.shape
+    max_len = pages_per_seq * layout.page_size
+    is_token = jnp.arange(max_len, dtype=jnp.int32) < tables.seq_lens[:, None]
+
+    def contiguous(x: Array) -> Array:
+        return jnp.where(is_token[..., None, None], x.reshape(max_seqs, max_len, *x.shape[-2:]), 0)
+
+    return contiguous(k), contiguous(v)
 
 
 def usage(cache: PagedCache) -> dict[str, Int32[Array, ""]]:

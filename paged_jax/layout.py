@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int32
+from jaxtyping import Float, Float32, Int32, Num
+
+from pallas_kernels import QUANTISED_DTYPES
 
 NULL_PAGE: Final = 0
 """The page that pads block tables: never allocated, never read as data."""
@@ -22,6 +24,9 @@ class KVLayout:
     Layer `l`'s page `p` is row `l * num_pages + p`: the layer is one more level of the page table, so nothing slices
     the pool. On the last axis each KV head holds its key and then its value.
 
+    A quantised pool (int8, float8_e4m3fn) has a float32 scale for each key and value beside it:
+    `kv_scales[num_layers * num_pages, num_kv_heads * 2, page_size]`, keys of head h at 2h and values at 2h + 1.
+
     Attributes:
       num_layers: attention layers that share a block table.
       num_pages: pages of one layer, the null page included; `num_pages - 1` can be allocated.
@@ -29,7 +34,7 @@ class KVLayout:
       num_kv_heads: key/value heads.
       head_dim: width of a head as the model sees it.
       padded_head_dim: width as stored, at least head_dim; the rest is zeros. 0 stands for head_dim.
-      dtype: floating-point dtype of the pool.
+      dtype: of the pool; floating-point, or int8 or float8_e4m3fn for a quantised one.
 
     Raises:
       ValueError: a size is out of range, or the slots cannot be counted in int32.
@@ -56,8 +61,9 @@ class KVLayout:
         if self.padded_head_dim < self.head_dim:
             raise ValueError(f"padded_head_dim must be at least head_dim = {self.head_dim}, got {self.padded_head_dim}")
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
-        if not jnp.issubdtype(self.dtype, jnp.floating):
-            raise ValueError(f"dtype must be a floating-point dtype, got {self.dtype}")
+        if not self.is_quantised and not jnp.issubdtype(self.dtype, jnp.floating):
+            allowed = " or ".join(map(str, QUANTISED_DTYPES))
+            raise ValueError(f"dtype must be a floating-point dtype, or quantised ({allowed}), got {self.dtype}")
         if self.num_layers * self.num_pages * self.page_size > _MAX_SLOTS:
             raise ValueError(
                 f"num_layers * num_pages * page_size must stay below 2**31, got {self.num_layers} * {self.num_pages} * "
@@ -74,13 +80,25 @@ class KVLayout:
         )
 
     @property
+    def is_quantised(self) -> bool:
+        """Whether the pool holds 8-bit codes with scales."""
+        return self.dtype in QUANTISED_DTYPES
+
+    @property
+    def scales_shape(self) -> tuple[int, int, int]:
+        """Shape of a quantised pool's `kv_scales`."""
+        return (self.num_layers * self.num_pages, self.num_kv_heads * 2, self.page_size)
+
+    @property
     def bytes_per_token(self) -> int:
-        """Bytes one token takes, over all layers, padding included."""
-        return self.num_layers * self.num_kv_heads * 2 * self.padded_head_dim * np.dtype(self.dtype).itemsize
+        """Bytes one token takes, over all layers, padding and scales included."""
+        scale_bytes = np.dtype(jnp.float32).itemsize if self.is_quantised else 0
+        head_bytes = self.padded_head_dim * np.dtype(self.dtype).itemsize + scale_bytes
+        return self.num_layers * self.num_kv_heads * 2 * head_bytes
 
     @property
     def bytes_per_page(self) -> int:
-        """Bytes one page takes, over all layers, padding included."""
+        """Bytes one page takes, over all layers, padding and scales included."""
         return self.page_size * self.bytes_per_token
 
     @property
@@ -91,7 +109,8 @@ class KVLayout:
     @property
     def padding_bytes(self) -> int:
         """Bytes of the pool that only pad the head dimension."""
-        return self.pool_bytes // self.padded_head_dim * (self.padded_head_dim - self.head_dim)
+        vectors = self.num_layers * self.num_pages * self.page_size * self.num_kv_heads * 2
+        return vectors * (self.padded_head_dim - self.head_dim) * np.dtype(self.dtype).itemsize
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that a sequence of `num_tokens` tokens takes."""
@@ -111,10 +130,17 @@ class KVLayout:
             return x
         return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, self.padded_head_dim - self.head_dim)])
 
-    def split_kv(self, rows: Float[Array, "*n lanes"]) -> tuple[Float[Array, "*n h d"], Float[Array, "*n h d"]]:
+    def split_kv(self, rows: Num[Array, "*n lanes"]) -> tuple[Num[Array, "*n h d"], Num[Array, "*n h d"]]:
         """Parts the last axis of pool rows into keys and values `[..., num_kv_heads, head_dim]`."""
         kv = rows.reshape(*rows.shape[:-1], self.num_kv_heads, 2, self.padded_head_dim)[..., : self.head_dim]
         return kv[..., 0, :], kv[..., 1, :]
+
+    def split_scales(
+        self, rows: Float32[Array, "*n num_scales page_size"]
+    ) -> tuple[Float32[Array, "*n page_size h"], Float32[Array, "*n page_size h"]]:
+        """Parts rows of `kv_scales` into the scales of keys and of values, [..., page_size, num_kv_heads]."""
+        scales = jnp.moveaxis(rows, -1, -2)
+        return scales[..., 0::2], scales[..., 1::2]
 
 
 def ceil_div[T: (int, Array)](a: T, b: int) -> T:

@@ -5,5 +5,6 @@ the platform or by name; all of them obey the contract written in `pallas_kernel
 """
 
 from pallas_kernels.api import IMPLEMENTATIONS, default_implementation, paged_attention, write_kv
+from pallas_kernels.quantisation import QUANTISED_DTYPES
 
-__all__ = ["IMPLEMENTATIONS", "default_implementation", "paged_attention", "write_kv"]
+__all__ = ["IMPLEMENTATIONS", "QUANTISED_DTYPES", "default_implementation", "paged_attention", "write_kv"]

@@ -3,17 +3,21 @@
 Layout of the pool, the same for every implementation: `kv_pages[rows, page_size, num_kv_heads * 2 * head_dim]`.
 A row is one page of one layer, `rows = num_layers * num_pages`, and layer `l` starts at row `l * num_pages`
 (`row_offset`). On the last axis every KV head holds its key and then its value.
+
+A pool of int8 or float8_e4m3fn is quantised and comes with `kv_scales[rows, num_kv_heads * 2, page_size]`, float32: a
+token's key in KV head h is its codes times scale 2h, its value its codes times scale 2h + 1.
 """
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, overload
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32, Num
 
 from pallas_kernels import reference, validation, xla
+from pallas_kernels.quantisation import quantise
 
 IMPLEMENTATIONS: Final[Mapping[str, Callable[..., tuple[Array, Array]]]] = MappingProxyType(
     {"xla": xla.paged_attention, "reference": reference.paged_attention}
@@ -37,7 +41,7 @@ def default_implementation() -> str:
 
 def paged_attention(
     q: Float[Array, "num_tokens num_heads head_dim"],
-    kv_pages: Float[Array, "rows page_size lanes"],
+    kv_pages: Num[Array, "rows page_size lanes"],
     block_tables: Int32[Array, "num_seqs pages_per_seq"],
     seq_lens: Int32[Array, " num_seqs"],
     cu_query_lens: Int32[Array, " num_seqs+1"],
@@ -48,7 +52,7 @@ def paged_attention(
     max_query_len: int,
     sliding_window: Scalar | None = None,
     logit_soft_cap: float | None = None,
-    kv_scales: Float[Array, "rows heads page_size"] | None = None,
+    kv_scales: Float32[Array, "rows num_scales page_size"] | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> Any:
@@ -78,7 +82,7 @@ def paged_attention(
       max_query_len: static upper bound of the query lengths. 1 launches the decode algorithm alone.
       sliding_window: keys a query may look back on, itself included; None for all; may be traced.
       logit_soft_cap: `cap * tanh(logit / cap)` on the scaled logits (Gemma 2), or None.
-      kv_scales: scales of a quantised pool.
+      kv_scales: the scales of a quantised pool; None for a floating-point pool.
       return_lse: also give the log-sum-exp of each row's logits.
       implementation: a key of `IMPLEMENTATIONS`, or None to choose by platform. A named one runs or raises.
 
@@ -92,12 +96,11 @@ def paged_attention(
       NotImplementedError: the implementation lacks an argument (named), or the result is differentiated.
     """
     validation.check_attention(
-        q, kv_pages, block_tables, seq_lens, cu_query_lens, num_kv_heads, max_query_len, sliding_window, logit_soft_cap
-    )
+        q, kv_pages, kv_scales, block_tables, seq_lens, cu_query_lens, num_kv_heads, max_query_len, sliding_window,
+        logit_soft_cap,
+    )  # fmt: skip
     name = implementation or default_implementation()
     validation.check_choice("implementation", name, tuple(IMPLEMENTATIONS))
-    if kv_scales is not None:
-        raise NotImplementedError(f"implementation {name!r} does not take kv_scales (quantised pools) yet")
     window = _NO_WINDOW if sliding_window is None else sliding_window
 
     def attend(*operands: Array | None) -> tuple[Array, Array]:
@@ -112,42 +115,59 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
+@overload
 def write_kv(
-    kv_pages: Float[Array, "rows page_size lanes"],
+    kv_pages: Array, k: Array, v: Array, slot_mapping: Array, *, row_offset: Scalar, kv_scales: None = None
+) -> Array: ...
+
+
+@overload
+def write_kv(
+    kv_pages: Array, k: Array, v: Array, slot_mapping: Array, *, row_offset: Scalar, kv_scales: Array
+) -> tuple[Array, Array]: ...
+
+
+def write_kv(
+    kv_pages: Num[Array, "rows page_size lanes"],
     k: Float[Array, "num_tokens num_kv_heads head_dim"],
     v: Float[Array, "num_tokens num_kv_heads head_dim"],
     slot_mapping: Int32[Array, " num_tokens"],
     *,
     row_offset: Scalar,
-    kv_scales: Float[Array, "rows heads page_size"] | None = None,
-) -> Float[Array, "rows page_size lanes"]:
+    kv_scales: Float32[Array, "rows num_scales page_size"] | None = None,
+) -> Any:
     """Writes each token's key and value into its slot of one layer. In place when `kv_pages` is donated.
 
     Args:
       kv_pages: the pool of all layers (see the module for the axes).
-      k: keys, cast to the pool's dtype.
-      v: values, cast to the pool's dtype.
+      k: keys; cast to the pool's dtype, or quantised (see `pallas_kernels.quantisation.quantise`).
+      v: values, likewise.
       slot_mapping: `page_id * page_size + offset` inside the layer; a negative slot drops its token (padding, or
         a token whose key and value are in the cache already). Slots that are not dropped must differ.
       row_offset: the layer's first row, `layer * num_pages`; may be traced.
-      kv_scales: scales of a quantised pool.
+      kv_scales: the scales of a quantised pool; None for a floating-point pool.
 
     Returns:
-      The pool with `num_tokens` slots written; a dropped token changes no byte of any layer.
+      The pool with `num_tokens` slots written, or `(pages, scales)` of a quantised pool; a dropped token changes no
+      byte of any layer.
 
     Raises:
       ValueError: a shape or dtype is wrong.
-      NotImplementedError: `kv_scales` is given.
     """
-    validation.check_write(kv_pages, k, v, slot_mapping)
-    if kv_scales is not None:
-        raise NotImplementedError("write_kv does not take kv_scales (quantised pools) yet")
+    validation.check_write(kv_pages, kv_scales, k, v, slot_mapping)
     num_rows, page_size, lanes = kv_pages.shape
     num_tokens = k.shape[0]
     # Past all layers, so that adding row_offset cannot make a dropped token land in another layer.
     row = jnp.where(slot_mapping < 0, jnp.int32(num_rows), slot_mapping // page_size + row_offset)
-    tokens = jnp.stack([k, v], axis=2).reshape(num_tokens, lanes).astype(kv_pages.dtype)
-    return kv_pages.at[row, slot_mapping % page_size].set(tokens, mode="drop")
+    offset = slot_mapping % page_size
+    tokens = jnp.stack([k, v], axis=2)
+    if kv_scales is None:
+        return kv_pages.at[row, offset].set(tokens.reshape(num_tokens, lanes).astype(kv_pages.dtype), mode="drop")
+    codes, scales = quantise(tokens, kv_pages.dtype)
+    return (
+        kv_pages.at[row, offset].set(codes.reshape(num_tokens, lanes), mode="drop"),
+        kv_scales.at[row, :, offset].set(scales.reshape(num_tokens, -1), mode="drop"),
+    )
 
 
 def _inference_only(function: Callable[..., Any]) -> Callable[..., Any]:

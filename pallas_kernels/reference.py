@@ -34,8 +34,11 @@ def paged_attention(
     seq = jnp.clip(seq, 0, num_seqs - 1)
     position = seq_lens[seq] - cu_query_lens[seq + 1] + token
 
-    kv = kv_pages[block_tables[seq] + row_offset].astype(jnp.float32)
+    rows = block_tables[seq] + row_offset
+    kv = kv_pages[rows].astype(jnp.float32)
     kv = kv.reshape(num_tokens, pages_per_seq * page_size, num_kv_heads, 2, head_dim)
+    if kv_scales is not None:
+        kv *= jnp.moveaxis(kv_scales[rows], -1, -2).reshape(*kv.shape[:-1], 1)
     key_position = jnp.arange(pages_per_seq * page_size, dtype=jnp.int32)
     owned = key_position < seq_lens[seq][:, None]
     kv = jnp.where(owned[:, :, None, None, None], kv, 0.0)

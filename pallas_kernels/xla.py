@@ -39,7 +39,7 @@ def paged_attention(
 ) -> tuple[Array, Array]:
     """See `pallas_kernels.api.paged_attention`; returns (out, lse). Jitted so that the layers share one trace."""
     num_tokens, num_heads, head_dim = q.shape
-    pool = _Pool(kv_pages, block_tables, row_offset, num_kv_heads, head_dim)
+    pool = _Pool(kv_pages, kv_scales, block_tables, row_offset, num_kv_heads, head_dim)
     grouped = (q.astype(jnp.float32) * scale).reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     query_lens = cu_query_lens[1:] - cu_query_lens[:-1]
     token = jnp.arange(num_tokens, dtype=jnp.int32)
@@ -57,6 +57,7 @@ def paged_attention(
 
 class _Pool(NamedTuple):
     kv_pages: Array
+    kv_scales: Array | None
     block_tables: Array
     row_offset: Array
     num_kv_heads: int
@@ -84,6 +85,9 @@ class _Pool(NamedTuple):
         # Whole pages: of the ways to gather, the one that reads memory in the longest pieces.
         kv = self.kv_pages.at[row].get(mode="clip")
         kv = kv.reshape(*seq.shape, count * self.page_size, self.num_kv_heads, 2, self.head_dim).astype(jnp.float32)
+        if self.kv_scales is not None:
+            scales = jnp.moveaxis(self.kv_scales.at[row].get(mode="clip"), -1, -2)
+            kv *= scales.reshape(*kv.shape[:-1], 1)
         return kv[..., 0, :], jnp.where((position < length[..., None])[..., None, None], kv[..., 1, :], 0.0), position
 
 

@@ -174,10 +174,10 @@ def shuffled_pool(num_pages: int, seed: int) -> PagePool:
 
 
 def poisoned_cache(layout: KVLayout, *, max_seqs: int, pages_per_seq: int, seed: int = 0) -> PagedCache:
-    """An empty cache with pages of NaN, handed out in random order."""
+    """An empty cache with pages of NaN (of scales that are NaN, if quantised), handed out in random order."""
     cache = PagedCache.create(layout, max_seqs=max_seqs, pages_per_seq=pages_per_seq)
-    kv = type(cache.kv)(jnp.full(layout.pages_shape, jnp.nan, layout.dtype), layout)
-    return PagedCache(kv, shuffled_pool(layout.num_pages, seed), cache.tables)
+    poison = jax.tree.map(lambda x: jnp.full(x.shape, -128 if x.dtype == jnp.int8 else jnp.nan, x.dtype), cache.kv)
+    return PagedCache(poison, shuffled_pool(layout.num_pages, seed), cache.tables)
 
 
 def keys_and_values(tokens: Iterable[int], layout: KVLayout) -> np.ndarray:

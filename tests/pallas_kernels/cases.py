@@ -41,6 +41,7 @@ class Case:
       num_kv_heads: KV heads.
       head_dim: width of a head.
       dtype: of queries and pool.
+      kv_dtype: of a quantised pool; None for dtype.
       sliding_window: keys a query looks back on; NO_WINDOW for all. Always an operand.
       logit_soft_cap: static cap or None.
       pages_per_seq: table width, at least what the longest sequence needs; None for that.
@@ -63,6 +64,7 @@ class Case:
     num_kv_heads: int = 2
     head_dim: int = 16
     dtype: str = "float32"
+    kv_dtype: str | None = None
     sliding_window: int = NO_WINDOW
     logit_soft_cap: float | None = None
     pages_per_seq: int | None = None
@@ -91,7 +93,8 @@ class Case:
 
 
 class Inputs(NamedTuple):
-    """The arrays of a case, and the contiguous keys and values (float64, [seq_len, num_kv_heads, head_dim])."""
+    """The arrays of a case, and the contiguous keys and values that the pool stands for (float64, [seq_len,
+    num_kv_heads, head_dim])."""
 
     q: npt.NDArray[Any]
     kv_pages: npt.NDArray[Any]
@@ -101,6 +104,7 @@ class Inputs(NamedTuple):
     row_offset: int
     keys: list[npt.NDArray[np.float64]]
     values: list[npt.NDArray[np.float64]]
+    kv_scales: npt.NDArray[np.float32] | None = None
 
 
 class Expected(NamedTuple):
@@ -117,11 +121,13 @@ def build(case: Case, *, poison: bool = True) -> Inputs:
     """The arrays of a case.
 
     With `poison`, everything that the contract says is not read holds what would be seen if it were: NaN in the null
-    page, in slots past a sequence's length, in pages of nobody, in all other layers and in padding rows of q; garbage
-    ids (other sequences' pages, ids out of range) in the table past each sequence's last page. Without, the same
-    batch is clean: zeros everywhere, the null page in the table. Page ids are permuted in both.
+    page, in slots past a sequence's length, in pages of nobody, in all other layers and in padding rows of q (of a
+    quantised pool also in the scales; int8 has no NaN, so there the codes are the most extreme ones); garbage ids
+    (other sequences' pages, ids out of range) in the table past each sequence's last page. Without, the same batch
+    is clean: zeros everywhere, the null page in the table. Page ids are permuted in both.
     """
     dtype = np.dtype(jnp.dtype(case.dtype))
+    kv_dtype = np.dtype(jnp.dtype(case.kv_dtype or case.dtype))
     ids = np.random.default_rng((case.seed, 1))
     values_rng = np.random.default_rng((case.seed, 2, case.layer))
     queries_rng = np.random.default_rng((case.seed, 3))
@@ -147,11 +153,20 @@ def build(case: Case, *, poison: bool = True) -> Inputs:
         values.append(v)
 
     fill = np.nan if poison else 0.0
-    pool = np.full((case.num_layers, num_pages, page, heads * 2 * dim), fill, dtype)
-    for table, k, v in zip(tables, keys, values, strict=True):
-        for j in range(len(k)):
-            slot = pool[case.layer, table[j // page], j % page].reshape(heads, 2 * dim)
-            slot[:, :dim], slot[:, dim:] = k[j], v[j]
+    kv_fill = np.where(ids.random(dim) < 0.5, -128, 127) if poison and kv_dtype == np.int8 else fill
+    pool = np.empty((case.num_layers, num_pages, page, heads, 2, dim), kv_dtype)
+    pool[:] = np.asarray(kv_fill).astype(kv_dtype)
+    scales = np.full((case.num_layers, num_pages, heads, 2, page), fill, np.float32)
+    for table, *kv in zip(tables, keys, values, strict=True):
+        position = np.arange(len(kv[0]))
+        place = case.layer, np.asarray(table, np.int64)[position // page]
+        for i, x in enumerate(kv):
+            codes = x
+            if case.kv_dtype is not None:
+                codes, scale = quantised(x, case.kv_dtype)
+                scales[*place, :, i, position % page] = scale
+                x[:] = codes.astype(np.float64) * scale[..., None]
+            pool[*place, position % page, :, i] = codes
 
     width = case.pages_per_seq or max(1, *case.pages_needed, 1)
     garbage = ids.integers(0, num_pages, (num_seqs, width))
@@ -169,7 +184,15 @@ def build(case: Case, *, poison: bool = True) -> Inputs:
     seq_lens = np.zeros(num_seqs, np.int32)
     seq_lens[:num_live] = case.seq_lens
     kv_pages = pool.reshape(case.num_layers * num_pages, page, heads * 2 * dim)
-    return Inputs(q, kv_pages, block_tables, seq_lens, cu_query_lens, case.layer * num_pages, keys, values)
+    kv_scales = None if case.kv_dtype is None else scales.reshape(case.num_layers * num_pages, heads * 2, page)
+    return Inputs(q, kv_pages, block_tables, seq_lens, cu_query_lens, case.layer * num_pages, keys, values, kv_scales)
+
+
+def quantised(x: npt.NDArray[Any], dtype: str) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32]]:
+    """Codes and scales of x[..., head_dim], by the largest magnitude and rounding to nearest; no row is zeros."""
+    scale = (np.abs(x).max(axis=-1) / {"int8": 127.0, "float8_e4m3fn": 448.0}[dtype]).astype(np.float32)
+    codes = (x / scale[..., None]).astype(np.float32)
+    return (np.rint(codes) if dtype == "int8" else codes).astype(jnp.dtype(dtype)), scale
 
 
 def oracle(case: Case, inputs: Inputs) -> Expected:
@@ -210,8 +233,8 @@ def check(case: Case, expected: Expected, out: npt.NDArray[Any], lse: npt.NDArra
     """Asserts that a result is the oracle's within what its arithmetic can lose; exactly zero where nothing is seen.
 
     With u = 2**-24 (half an ulp of float32):
-    - Inputs are rounded to the case's dtype before the oracle sees them, and a product of two bfloat16 or float16
-      numbers is exact in float32. So whatever the dtype, the error before the final cast is that of float32.
+    - Inputs are rounded to the case's dtype, or quantised, before the oracle sees them, and a product of two bfloat16
+      or float16 numbers is exact in float32. So whatever the dtype, the error before the final cast is that of float32.
     - A logit is a sum of head_dim products: rounding wanders by about sqrt(head_dim) * u * |logit|. A logit's error
       is its weight's relative error, in the numerator and in the total: twice that, times max |v|. The sums over n
       keys add sqrt(n) * u * max |v|. For head_dim 256, 1000 keys and the logits of unit normal vectors (below 4 in
@@ -272,6 +295,11 @@ def operands(inputs: Inputs) -> tuple[jax.Array, ...]:
     return tuple(map(jnp.asarray, inputs[:5]))
 
 
+def scales_of(inputs: Inputs) -> dict[str, jax.Array]:
+    """The keyword argument that a quantised pool adds."""
+    return {} if inputs.kv_scales is None else {"kv_scales": jnp.asarray(inputs.kv_scales)}
+
+
 def attend(case: Case, inputs: Inputs, implementation: str) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """(out, lse) of an implementation; scale, window and (by the case) row_offset are operands."""
     function = compiled(
@@ -281,7 +309,9 @@ def attend(case: Case, inputs: Inputs, implementation: str) -> tuple[npt.NDArray
         case.logit_soft_cap,
         None if case.traced_offset else inputs.row_offset,
     )
-    traced = {"row_offset": jnp.int32(inputs.row_offset)} if case.traced_offset else {}
+    traced = scales_of(inputs)
+    if case.traced_offset:
+        traced["row_offset"] = jnp.int32(inputs.row_offset)
     out, lse = function(
         *operands(inputs), scale=jnp.float32(case.scale), sliding_window=jnp.int32(case.sliding_window), **traced
     )

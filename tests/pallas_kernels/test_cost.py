@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import write_kv
-from tests.pallas_kernels.cases import SCALABLE, Case, attend, build, compiled, operands
+from tests.pallas_kernels.cases import SCALABLE, Case, attend, build, compiled, operands, scales_of
 
 
 def timed(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> float:
@@ -22,8 +22,9 @@ def timed(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -
 def temporary_bytes(case: Case, implementation: str) -> int:
     max_query_len = case.max_query_len or max(case.query_lens)
     function = compiled(implementation, case.num_kv_heads, max_query_len, case.logit_soft_cap, None)
+    inputs = build(case)
     traced = {"row_offset": jnp.int32(0), "scale": jnp.float32(1.0), "sliding_window": jnp.int32(5)}
-    analysis = function.lower(*operands(build(case)), **traced).compile().memory_analysis()
+    analysis = function.lower(*operands(inputs), **traced, **scales_of(inputs)).compile().memory_analysis()
     assert analysis is not None
     return int(analysis.temp_size_in_bytes)
 
@@ -58,22 +59,24 @@ def test_temporary_memory_is_not_queries_times_table(implementation: str) -> Non
     assert 0 < wide < 1.1 * narrow, f"{narrow} bytes at 64 pages a sequence, {wide} at 1024"
 
 
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
 @pytest.mark.parametrize("implementation", SCALABLE)
-def test_temporary_memory_does_not_hold_the_pool(implementation: str) -> None:
+def test_temporary_memory_does_not_hold_the_pool(implementation: str, kv_dtype: str | None) -> None:
     """No copy of the pool, neither as it is nor widened to float32."""
-    case = Case(query_lens=(9, 1), seq_lens=(9, 20), page_size=4, dtype="bfloat16")
+    case = Case(query_lens=(9, 1), seq_lens=(9, 20), page_size=4, dtype="bfloat16", kv_dtype=kv_dtype)
     small, large = (temporary_bytes(replace(case, num_pages=pages), implementation) for pages in (64, 4096))
     assert large < 1.1 * small, f"{small} bytes at 64 pages, {large} at 4096"
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
 def test_write_is_in_place(dtype: Any) -> None:
     def temporary(num_pages: int) -> int:
         pool = jnp.zeros((num_pages, 4, 64), dtype)
+        scales = jnp.zeros((num_pages, 4, 4), jnp.float32) if dtype == jnp.int8 else None
         k = jnp.zeros((5, 2, 16), jnp.float32)
-        function = jax.jit(write_kv, donate_argnames="kv_pages")
+        function = jax.jit(write_kv, donate_argnames=("kv_pages", "kv_scales"))
         arguments = (pool, k, k, jnp.arange(5, dtype=jnp.int32))
-        analysis = function.lower(*arguments, row_offset=jnp.int32(0)).compile().memory_analysis()
+        analysis = function.lower(*arguments, row_offset=jnp.int32(0), kv_scales=scales).compile().memory_analysis()
         assert analysis is not None
         return int(analysis.temp_size_in_bytes)
 

@@ -43,6 +43,19 @@ def write_arguments() -> dict[str, Any]:
     }
 
 
+INT8_POOL = jnp.ones((6, 2, 32), jnp.int8)
+SCALES_ERRORS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "no scales": ({"kv_pages": INT8_POOL}, ("kv_scales must be given", "int8", "None")),
+    "scales of float pages": ({"kv_scales": jnp.ones((6, 4, 2), F32)}, ("kv_scales must be None", "float32")),
+    "shape of scales": (
+        {"kv_pages": INT8_POOL, "kv_scales": jnp.ones((6, 2, 4), F32)},
+        ("kv_scales must be float32", "[rows, num_kv_heads * 2, page_size] = [6, 4, 2]", "[6, 2, 4]"),
+    ),
+    "dtype of scales": (
+        {"kv_pages": INT8_POOL, "kv_scales": jnp.ones((6, 4, 2), jnp.bfloat16)},
+        ("kv_scales must be float32", "bfloat16"),
+    ),
+}
 ATTENTION_ERRORS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "rank of q": ({"q": jnp.ones((3, 32), F32)}, ("q ", "3 axes", "[num_tokens, num_heads, head_dim]", "[3, 32]")),
     "rank of pool": ({"kv_pages": jnp.ones((6, 64), F32)}, ("kv_pages ", "3 axes", "page_size", "[6, 64]")),
@@ -60,7 +73,8 @@ ATTENTION_ERRORS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "dtype of lengths": ({"seq_lens": jnp.ones(2, jnp.int16)}, ("seq_lens ", "int32", "int16", "astype")),
     "dtype of queries": ({"cu_query_lens": jnp.ones(3, jnp.uint32)}, ("cu_query_lens ", "int32", "uint32")),
     "dtype of q": ({"q": jnp.ones((3, 4, 8), INT)}, ("q ", "floating-point", "int32")),
-    "dtype of pool": ({"kv_pages": jnp.ones((6, 2, 32), jnp.int8)}, ("kv_pages ", "floating-point", "int8")),
+    "dtype of pool": ({"kv_pages": jnp.ones((6, 2, 32), INT)}, ("kv_pages ", "floating-point", "int8", "int32")),
+    **{f"{name} (quantised pool)": error for name, error in SCALES_ERRORS.items()},
     "no query": ({"max_query_len": 0}, ("max_query_len ", "at least 1", "got 0")),
     "empty window": ({"sliding_window": 0}, ("sliding_window ", "at least 1", "None", "got 0")),
     "zero cap": ({"logit_soft_cap": 0.0}, ("logit_soft_cap ", "above 0", "None", "got 0.0")),
@@ -77,7 +91,8 @@ WRITE_ERRORS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "dtype of slots": ({"slot_mapping": jnp.ones(3, F32)}, ("slot_mapping ", "int32", "float32", "astype")),
     "dtype of k": ({"k": jnp.ones((3, 2, 8), INT)}, ("k ", "floating-point", "int32")),
     "dtype of v": ({"v": jnp.ones((3, 2, 8), INT)}, ("v ", "floating-point", "int32")),
-    "dtype of pool": ({"kv_pages": jnp.ones((6, 2, 32), jnp.int8)}, ("kv_pages ", "floating-point", "int8")),
+    "dtype of pool": ({"kv_pages": jnp.ones((6, 2, 32), INT)}, ("kv_pages ", "floating-point", "int8", "int32")),
+    **{f"{name} (quantised pool)": error for name, error in SCALES_ERRORS.items()},
 }
 
 
@@ -112,17 +127,10 @@ def assert_words(message: str, words: tuple[str, ...]) -> None:
 def test_the_arguments_of_these_tests_are_right() -> None:
     assert unchecked_attention(**attention_arguments()).shape == (3, 4, 8)
     assert unchecked_write(**write_arguments()).shape == (6, 2, 32)
-
-
-@pytest.mark.parametrize("implementation", CONTRACT)
-def test_quantised_pools_are_refused_by_name(implementation: str) -> None:
-    scales = jnp.ones((6, 4, 2), F32)
-    with pytest.raises(NotImplementedError) as error:
-        paged_attention(**attention_arguments(), kv_scales=scales, implementation=implementation)
-    assert_words(str(error.value), ("implementation", repr(implementation), "kv_scales"))
-    with pytest.raises(NotImplementedError) as error:
-        write_kv(**write_arguments(), kv_scales=scales)
-    assert_words(str(error.value), ("write_kv", "kv_scales"))
+    quantised = {"kv_pages": INT8_POOL, "kv_scales": jnp.ones((6, 4, 2), F32)}
+    assert unchecked_attention(**(attention_arguments() | quantised)).shape == (3, 4, 8)
+    pages, scales = unchecked_write(**(write_arguments() | quantised))
+    assert (pages.shape, pages.dtype, scales.shape) == ((6, 2, 32), jnp.int8, (6, 4, 2))
 
 
 def by_grad(f: Callable[[Array], Array], x: Array) -> Any:
