@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 import paged_jax
 from paged_jax import Batch, KVLayout, KVPages, PageCopies, PagedCache, copy_pages, gather_kv
@@ -36,9 +37,9 @@ def write(cache: PagedCache, batch: Batch, tokens: Array) -> PagedCache:
     return replace(cache, kv=kv)
 
 
-def start(*sequences: Sequence[int]) -> PagedCache:
+def start(*sequences: Sequence[int], dtype: DTypeLike = LAYOUT.dtype) -> PagedCache:
     """Four rows, the first of which hold the tokens given."""
-    cache = poisoned_cache(LAYOUT, max_seqs=4, pages_per_seq=15)
+    cache = poisoned_cache(replace(LAYOUT, dtype=dtype), max_seqs=4, pages_per_seq=15)
     return extend(cache, *sequences)
 
 
@@ -72,7 +73,7 @@ def tokens_of(cache: PagedCache) -> list[list[int]]:
         np.testing.assert_array_equal(v, -k)
         for row, n in enumerate(lens):
             assert not k[row, n:].any()
-        layers.append([((k[row, :n, 0, 0] - layer) / 10).astype(int).tolist() for row, n in enumerate(lens)])
+        layers.append([((k[row, :n, 0, 0] - layer) / 10).round().astype(int).tolist() for row, n in enumerate(lens)])
     assert layers[0] == layers[1]
     return layers[0]
 
@@ -91,6 +92,14 @@ def test_forked_sequences_part_when_they_are_written() -> None:
     page_ids = np.asarray(cache.tables.page_ids)
     assert page_ids[0, 0] == page_ids[1, 0] == page_ids[2, 0], "the full page stays shared"
     assert len(set(page_ids[:3, 1].tolist())) == 3
+
+
+def test_scales_go_where_their_pages_go() -> None:
+    """A token's numbers differ from the next one's by their scale alone: written, copied on write, gathered."""
+    cache = decode(fork(start([1, 2, 3, 4, 5, 6], dtype=jnp.int8), i32(0, 0), i32(1, 2)), 7, 800, 9, 0)
+    assert tokens_of(cache) == [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 800], [1, 2, 3, 4, 5, 6, 9], []]
+    assert cache.kv.pages.dtype == jnp.int8
+    assert gather(cache, layer=0)[0].dtype == np.float32
 
 
 def test_a_fork_that_rests_keeps_its_tokens() -> None:
@@ -144,6 +153,11 @@ def test_copy_pages_copies_all_layers_of_the_listed_pages_only() -> None:
     expected[:, 5], expected[:, 3] = expected[:, 1], expected[:, 4]
     copied = copy_pages(KVPages(pages, layout), copies)
     np.testing.assert_array_equal(copied.pages, expected.reshape(layout.pages_shape))
+    assert copied.scales is None
+    quantised = KVPages(pages.astype(jnp.int8), replace(layout, dtype=jnp.int8), jnp.moveaxis(pages, 1, 2))
+    copied = copy_pages(quantised, copies)
+    np.testing.assert_array_equal(copied.pages, expected.reshape(layout.pages_shape))
+    np.testing.assert_array_equal(copied.scales, np.moveaxis(expected.reshape(layout.pages_shape), 1, 2))
 
 
 def test_copy_pages_compiles_once_outside_jit() -> None:

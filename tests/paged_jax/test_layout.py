@@ -28,6 +28,18 @@ def test_padded_heads_are_counted() -> None:
     assert padded.padding_bytes == 15 * 4 * 2 * 2 * 2 * 2  # rows, slots, heads, K and V, lanes, bytes
 
 
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
+def test_scales_are_counted(dtype: object) -> None:
+    quantised = layout(padded_head_dim=8, dtype=dtype)
+    assert quantised.is_quantised
+    assert not layout().is_quantised
+    assert quantised.pages_shape == (15, 4, 32)
+    assert quantised.scales_shape == (15, 4, 4)
+    assert quantised.bytes_per_token == 3 * (32 + 4 * 4)
+    assert quantised.pool_bytes == 15 * 4 * 32 + 15 * 4 * 4 * 4
+    assert quantised.padding_bytes == 15 * 4 * 2 * 2 * 2
+
+
 def test_padded_head_dim_defaults_to_head_dim_and_dtype_is_canonical() -> None:
     assert layout().padded_head_dim == 6
     assert layout(dtype="float32") == layout(dtype=jnp.float32) == layout(padded_head_dim=6)
@@ -56,6 +68,12 @@ def test_each_head_holds_its_key_and_then_its_value() -> None:
     np.testing.assert_array_equal(v[1, :, 0], [30, 42])
 
 
+def test_each_head_has_a_scale_for_its_key_and_then_one_for_its_value() -> None:
+    k, v = layout().split_scales(jnp.arange(16, dtype=jnp.float32).reshape(4, 4))
+    np.testing.assert_array_equal(k, [[0, 8], [1, 9], [2, 10], [3, 11]])  # [page_size, num_kv_heads]
+    np.testing.assert_array_equal(v, [[4, 12], [5, 13], [6, 14], [7, 15]])
+
+
 def test_padding_is_zeros_and_split_drops_it() -> None:
     padded = layout(padded_head_dim=8)
     x = jnp.ones((3, 2, 6), jnp.float32)
@@ -77,7 +95,7 @@ def test_padding_is_zeros_and_split_drops_it() -> None:
         ({"head_dim": 0}, "head_dim must be at least 1, got 0"),
         ({"num_pages": 1}, "num_pages must be at least 2 .*null page.* got 1"),
         ({"padded_head_dim": 4}, "padded_head_dim must be at least head_dim = 6, got 4"),
-        ({"dtype": jnp.int8}, "dtype must be a floating-point dtype, got int8"),
+        ({"dtype": jnp.int32}, r"dtype must be a floating-point dtype, or quantised \(int8 or float8.*\), got int32"),
         ({"num_pages": 2**28}, r"below 2\*\*31, got 3 \* 268435456 \* 4; take fewer pages"),
     ],
 )

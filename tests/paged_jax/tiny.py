@@ -48,20 +48,28 @@ def tiny_params():
     return {"embed": normal(VOCAB, WIDTH), "place": normal(256, WIDTH), "layers": layers}
 
 
-def tiny_layout(num_pages=40, page_size=4):
-    return KVLayout(
-        num_layers=LAYERS, num_pages=num_pages, page_size=page_size, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM
-    )
+def tiny_layout(num_pages=40, page_size=4, dtype=jnp.float32):
+    return KVLayout(LAYERS, num_pages, page_size, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=dtype)
 
 
-def numpy_logits(token_ids):
-    """Float64 logits after the last token, uncached."""
+def _same(x):
+    return x
+
+
+def numpy_int8(x):
+    """What a pool of int8 makes of x[..., head_dim]."""
+    scale = np.abs(x).max(axis=-1, keepdims=True) / 127
+    return np.rint(x / scale) * scale
+
+
+def numpy_logits(token_ids, through=_same):
+    """Float64 logits after the last token, uncached; keys and values go `through` a function."""
     params = jax.tree.map(lambda x: np.asarray(x, np.float64), tiny_params())
     num_tokens = len(token_ids)
     x = params["embed"][token_ids] + params["place"][:num_tokens]
     for index in range(LAYERS):
         q, k, v = ((x @ params["layers"][name][index].T).reshape(num_tokens, -1, HEAD_DIM) for name in "qkv")
-        k, v = (np.repeat(y, HEADS // KV_HEADS, axis=1) for y in (k, v))
+        k, v = (np.repeat(through(y), HEADS // KV_HEADS, axis=1) for y in (k, v))
         logits = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(HEAD_DIM)
         logits += np.triu(np.full((num_tokens, num_tokens), -np.inf), 1)
         weights = np.exp(logits - logits.max(-1, keepdims=True))
@@ -71,11 +79,11 @@ def numpy_logits(token_ids):
 
 
 @cache
-def greedy(prompt, num_tokens):
+def greedy(prompt, num_tokens, through=_same):
     """The first `num_tokens` greedy tokens after a prompt (a tuple), and the smallest gap of the top two logits."""
     tokens, gap = list(prompt), np.inf
     for _ in range(num_tokens):
-        logits = numpy_logits(np.array(tokens))
+        logits = numpy_logits(np.array(tokens), through)
         top = np.sort(logits)[-2:]
         gap = min(gap, top[1] - top[0])
         tokens.append(int(logits.argmax()))
