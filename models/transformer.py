@@ -159,7 +159,7 @@ class FunctionalModel:
         """The layout of a cache for this model.
 
         Raises:
-          ValueError: num_pages is below 2, page_size below 1, or dtype is not floating-point.
+          ValueError: num_pages is below 2, page_size below 1, or dtype is neither floating-point nor quantised.
         """
         return KVLayout(
             num_layers=self.config.num_layers,

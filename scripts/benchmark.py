@@ -3,6 +3,7 @@
 throughput   the engine's tokens per second for several numbers of sequences and dtypes
 contiguous   a decode step over pages beside the same model over a plain contiguous cache
 overhead     what the engine's host side adds to a step: scheduling, hashing, tables, dispatch
+perplexity   of a text, for several dtypes of the pages
 
 Rounds are interleaved and medians reported: machines drift. Compilation is left out.
 """
@@ -15,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -24,15 +26,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 from tqdm import tqdm
 
 from models import registry
 from models.registry import Checkpoint
 from models.transformer import FunctionalModel, functional
-from paged_jax import Batch, Engine, EngineConfig, KVLayout, KVPages, Request, size_pool
+from paged_jax import Batch, Engine, EngineConfig, KVLayout, KVPages, PagedCache, Request, append, size_pool
 from paged_jax import batch as batches
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+KV_DTYPES = {**DTYPES, "int8": jnp.int8, "float8_e4m3fn": jnp.float8_e4m3fn}
+TEXT = Path(__file__).parents[1] / "tests" / "data" / "perplexity.txt"
 PROMPTS = ("The capital of France is", "Once upon a time", "def fib(n):", "The quick brown")
 
 
@@ -42,6 +47,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     throughput = commands.add_parser("throughput", help="tokens per second of the engine")
     throughput.add_argument("--new-tokens", type=int, default=64, help="tokens to generate a sequence (64)")
+    throughput.add_argument("--kv-dtype", choices=KV_DTYPES, help="of the pages; by default that of the weights")
     contiguous = commands.add_parser("contiguous", help="a decode step beside a contiguous cache")
     contiguous.add_argument("--contexts", type=int, nargs="+", default=[64, 512], help="tokens cached (64 512)")
     contiguous.add_argument(
@@ -52,12 +58,17 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     overhead.add_argument("--steps", type=int, default=300, help="steps to measure (300)")
     overhead.add_argument("--page-size", type=int, default=16, help="tokens a page (16)")
     overhead.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
+    text = commands.add_parser("perplexity", help="of a text, for several dtypes of the pages")
+    text.add_argument("--text", type=Path, default=TEXT, metavar="FILE", help="UTF-8 (tests/data/perplexity.txt)")
+    text.add_argument("--kv-dtypes", choices=KV_DTYPES, nargs="+", default=list(KV_DTYPES), help="of the pages (all); "
+                      "changes are relative to the first")  # fmt: skip
     for command in (throughput, contiguous):
-        command.add_argument("--model", default=registry.DEFAULT_MODEL, help="as for generate.py")
         command.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 16, 32], help="(1 8 16 32)")
-        command.add_argument("--dtypes", choices=DTYPES, nargs="+", default=list(DTYPES), help="(all)")
-        command.add_argument("--page-size", type=int, default=16, help="tokens a page (16)")
         command.add_argument("--rounds", type=int, default=5, help="interleaved rounds (5)")
+    for command in (throughput, contiguous, text):
+        command.add_argument("--model", default=registry.DEFAULT_MODEL, help="as for generate.py")
+        command.add_argument("--dtypes", choices=DTYPES, nargs="+", default=list(DTYPES), help="of the weights (all)")
+        command.add_argument("--page-size", type=int, default=16, help="tokens a page (16)")
         command.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
     return parser.parse_args(argv)
 
@@ -72,7 +83,7 @@ def throughput(args: argparse.Namespace, checkpoints: dict[str, Checkpoint]) -> 
         layout = size_pool(
             model,
             checkpoint.params,
-            model.kv_layout(num_pages=2, page_size=args.page_size, dtype=DTYPES[dtype]),
+            model.kv_layout(num_pages=2, page_size=args.page_size, dtype=KV_DTYPES[args.kv_dtype or dtype]),
             config,
         )
         engine = Engine(model, checkpoint.params, layout, checkpoint.tokenizer, config)
@@ -164,6 +175,48 @@ def contiguous(args: argparse.Namespace, checkpoints: dict[str, Checkpoint]) -> 
                     row[f"paged/{name}"] = statistics.median(paged / other for paged, other in pairs)
                 rows.append(row)
     return rows
+
+
+def perplexity(args: argparse.Namespace, checkpoints: dict[str, Checkpoint]) -> list[dict[str, Any]]:
+    """exp of the text's mean negative log-likelihood a token, and its change from the first dtype of the pages."""
+    rows = []
+    for dtype, checkpoint in checkpoints.items():
+        token_ids = checkpoint.tokenizer.encode(args.text.read_text(encoding="utf-8"))
+        first = None
+        for kv_dtype in tqdm(args.kv_dtypes, desc=dtype, disable=None, leave=False):
+            loss = negative_log_likelihood(checkpoint, token_ids, KV_DTYPES[kv_dtype], page_size=args.page_size)
+            first = loss if first is None else first
+            row = {"weights": dtype, "pages": kv_dtype, "tokens": len(token_ids), "perplexity": f"{np.exp(loss):.4f}"}
+            rows.append(row | {"change": f"{np.expm1(loss - first):+.3%}"})
+    return rows
+
+
+def negative_log_likelihood(
+    checkpoint: Checkpoint, token_ids: Sequence[int], kv_dtype: DTypeLike, *, page_size: int = 16, chunk: int = 128
+) -> float:
+    """Mean over all tokens but the first, in nats; every key and value is read from pages of `kv_dtype`."""
+    model = functional(checkpoint.config)
+    given, targets = np.asarray(token_ids[:-1], np.int32), np.asarray(token_ids[1:], np.int32)
+    pages_per_seq = -(-len(given) // page_size)
+    layout = model.kv_layout(num_pages=pages_per_seq + 1, page_size=page_size, dtype=kv_dtype)
+    cache = PagedCache.create(layout, max_seqs=1, pages_per_seq=pages_per_seq)
+
+    @partial(jax.jit, donate_argnums=1)
+    def step(params: Any, cache: PagedCache, given: Array, targets: Array, count: Array) -> tuple[PagedCache, Array]:
+        cache, batch, _ = append(cache, count[None], num_tokens=chunk)
+        hidden, kv = model(params, given, batch, cache.kv)
+        scores = jax.nn.log_softmax(model.logits(params, hidden), axis=-1)
+        scores = jnp.take_along_axis(scores, targets[:, None], axis=1)[:, 0]
+        is_token = jnp.arange(chunk, dtype=jnp.int32) < count
+        return replace(cache, kv=kv), jnp.where(is_token, -scores, 0.0).sum()
+
+    total = 0.0
+    for start in range(0, len(given), chunk):
+        count = min(chunk, len(given) - start)
+        inputs = [jnp.asarray(np.pad(x[start : start + count], (0, chunk - count))) for x in (given, targets)]
+        cache, loss = step(checkpoint.params, cache, *inputs, jnp.int32(count))
+        total += float(loss)
+    return total / len(given)
 
 
 def contiguous_attention(q: Array, k: Array, v: Array, kv: Any, batch: Batch, *, layer: int) -> tuple[Array, Any]:
@@ -272,7 +325,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = overhead(args)
     else:
         checkpoints = {dtype: registry.load(args.model, dtype=DTYPES[dtype]) for dtype in args.dtypes}
-        rows = {"throughput": throughput, "contiguous": contiguous}[args.command](args, checkpoints)
+        commands = {"throughput": throughput, "contiguous": contiguous, "perplexity": perplexity}
+        rows = commands[args.command](args, checkpoints)
     print(", ".join(f"{name} {value}" for name, value in machine().items()))
     print(format_table(rows))
     if args.json is not None:

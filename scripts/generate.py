@@ -35,6 +35,7 @@ from paged_jax import (
 from scripts.page_plot import PageHistory, check_plots
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+KV_DTYPES = {**DTYPES, "int8": jnp.int8, "float8_e4m3fn": jnp.float8_e4m3fn}
 DEMO_PROMPTS = (
     "The three primary colours are",
     "Once upon a time, in a village by the sea, there lived",
@@ -93,6 +94,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
                         f"{MAX_DEFAULT_SEQS}")  # fmt: skip
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and pages (float32)")
     parser.add_argument("--implementation", help="of the attention: " + ", ".join(pallas_kernels.IMPLEMENTATIONS))
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, help="of the pages; by default that of the weights")
     parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="write the answers here, a line each")
     parser.add_argument("--stats", action="store_true", help="also show prefix hits, preemptions and what is cached")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the pages over time (extra: plots)")
@@ -180,7 +182,8 @@ def build_engine(args: argparse.Namespace, checkpoint: Checkpoint, num_prompts: 
     config = replace(engine_config(args, num_prompts), max_model_len=checkpoint.config.max_model_len)
     model = functional(checkpoint.config)
     num_pages = 2 if args.num_pages is None else args.num_pages
-    layout: KVLayout = model.kv_layout(num_pages=num_pages, page_size=args.page_size, dtype=DTYPES[args.dtype])
+    kv_dtype = KV_DTYPES[args.kv_dtype or args.dtype]
+    layout: KVLayout = model.kv_layout(num_pages=num_pages, page_size=args.page_size, dtype=kv_dtype)
     if args.num_pages is None:
         layout = size_pool(model, checkpoint.params, layout, config)
     return Engine(model, checkpoint.params, layout, checkpoint.tokenizer, config)

@@ -11,10 +11,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import paged_jax as pj
 from models import registry
 from models.transformer import functional
+from scripts import benchmark
 
 DATA = Path(__file__).parent / "data"
 RECORD = json.loads((DATA / "smollm2_greedy.json").read_text(encoding="utf-8"))["prompts"]
@@ -124,3 +126,21 @@ def test_logits():
         cache, hidden = step(cache, batch, fed)
         got[:, position] = wanted_logits(checkpoint().params, hidden, batch.logit_rows, ids[:, position])
     np.testing.assert_allclose(got, expected, rtol=0, atol=LOGITS_ATOL)
+
+
+PERPLEXITY_CHANGE = {"int8": 0.01, "float8_e4m3fn": 0.05}
+"""Most that the perplexity of a short text may change with the dtype of the pages; README has the figures."""
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)])
+def test_perplexity_with_quantised_pages(kv_dtype):
+    loss, exact = (loss_of(dtype) for dtype in (kv_dtype, "float32"))
+    assert 2 < exact < 6, "not a language model's loss"
+    assert loss != exact
+    assert abs(np.expm1(loss - exact)) < PERPLEXITY_CHANGE[kv_dtype]
+
+
+@cache
+def loss_of(kv_dtype):
+    token_ids = checkpoint().tokenizer.encode(benchmark.TEXT.read_text(encoding="utf-8"))[:129]
+    return benchmark.negative_log_likelihood(checkpoint(), token_ids, benchmark.KV_DTYPES[kv_dtype], chunk=64)

@@ -155,8 +155,11 @@ def test_error_against_float32_attention(dtype: str, implementation: str) -> Non
     exact, stored = build(case), build(Case(**{**vars(case), "kv_dtype": dtype}))
     expected = rounding(case, exact, stored)
     out, _ = attend(case, stored, implementation)
-    error = np.abs(out - oracle(case, exact).out)
+    wanted = oracle(case, exact).out
+    error = np.abs(out - wanted)
     where = f"repeat with PAGED_JAX_SEED={SEED}"
     assert (error <= expected.most + 1e-5).all(), where
     relative = np.sqrt(np.mean((error / expected.typical) ** 2))
     assert 0.7 < relative < 1.2, f"{relative}; {where}"
+    # What README says: 0.9 % and 3.6 % typically; in 30 draws at most 0.93 % and 4.1 %.
+    assert np.sqrt(np.mean(error**2) / np.mean(wanted**2)) < {"int8": 0.012, "float8_e4m3fn": 0.05}[dtype], where

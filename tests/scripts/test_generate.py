@@ -8,10 +8,12 @@ import sys
 import time
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import paged_jax as pj
+from models import registry
 from scripts import generate
 
 ROOT = Path(__file__).parents[2]
@@ -117,6 +119,13 @@ def test_dtype_and_folder(run, tmp_path, make_tiny):
         status, out, _ = run("--prompt", "hello", "--max-tokens", 2, "--dtype", dtype, model=str(folder))
         assert status == 0
         assert "decode" in out
+
+
+def test_pages_have_the_dtype_of_the_weights_or_their_own(model_path):
+    checkpoint = registry.load(model_path, dtype=jnp.bfloat16)
+    for given, dtype in (((), "bfloat16"), (("--kv-dtype", "float8_e4m3fn"), "float8_e4m3fn")):
+        args = generate.parse_arguments(["--model", model_path, "--dtype", "bfloat16", *given])
+        assert generate.build_engine(args, checkpoint, 1).layout.dtype == dtype
 
 
 def test_implementation_is_named(run):
