@@ -2,13 +2,13 @@
 
 The core (works inside your own jit, scan and while_loop):
     KVLayout, PagedCache, append, append_decode, fork, reorder, truncate, release, copy_pages, gather_kv, usage,
-    write_kv, attend, Batch; and, one level below, the modules `page_pool` and `block_tables`.
+    write_kv, attend, Batch; one level below, the modules `page_pool` and `block_tables`; over devices, `sharding`.
 The engine (generates for many requests out of one pool):
     Engine, EngineConfig, Model (what it asks of a model), Request, SamplingParams, Completion, TokenEvent,
     EngineMetrics, PrefixMatch, size_pool.
 """
 
-from paged_jax import block_tables, page_pool
+from paged_jax import block_tables, page_pool, sharding
 from paged_jax.attention import attend, write_kv
 from paged_jax.batch import Batch
 from paged_jax.block_tables import BlockTables, PageCopies
@@ -70,6 +70,7 @@ __all__ = [
     "page_pool",
     "release",
     "reorder",
+    "sharding",
     "size_pool",
     "truncate",
     "usage",

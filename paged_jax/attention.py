@@ -30,9 +30,9 @@ def write_kv(
       ValueError: k or v do not fit the layout.
     """
     layout = kv.layout
-    if k.shape[1:] != (layout.num_kv_heads, layout.head_dim):
+    if k.shape[1:] != (kv.num_kv_heads, layout.head_dim):
         raise ValueError(
-            f"k must be [num_tokens, {layout.num_kv_heads}, {layout.head_dim}] as in the layout, got {list(k.shape)}"
+            f"k must be [num_tokens, {kv.num_kv_heads}, {layout.head_dim}] as in the layout, got {list(k.shape)}"
         )
     write = partial(
         pallas_kernels.write_kv,
@@ -84,7 +84,7 @@ def attend(
         batch.seq_lens,
         batch.cu_query_lens,
         row_offset=layout.row_offset(layer),
-        num_kv_heads=layout.num_kv_heads,
+        num_kv_heads=kv.num_kv_heads,
         scale=head_dim**-0.5 if scale is None else scale,
         max_query_len=batch.max_query_len,
         sliding_window=sliding_window,

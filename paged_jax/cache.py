@@ -37,6 +37,11 @@ class KVPages:
     layout: KVLayout = field(metadata={"static": True})
     scales: Array | None = None
 
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads in these pages: the layout's, or inside `jax.shard_map` those of one device."""
+        return self.pages.shape[-1] // (2 * self.layout.padded_head_dim)
+
     @classmethod
     def create(cls, layout: KVLayout) -> "KVPages":
         """Zeroed pages on the default device."""

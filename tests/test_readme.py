@@ -18,7 +18,7 @@ def test_core(capsys):
 
 
 def test_engine(capsys):
-    _, engine, sharing = blocks("python")
+    _, engine, sharing, _ = blocks("python")
     namespace = {"__name__": "readme"}
     exec(compile(engine, "README engine", "exec"), namespace)
     first, second = namespace["first"], namespace["second"]
@@ -35,6 +35,14 @@ def test_engine(capsys):
     assert metrics.prefix.hit_rate > 0.4
     assert "first different token" in printed
     assert all(answer.cached_tokens >= 32 for answer in namespace["samples"])
+
+
+def test_several_devices():
+    *_, sharded = blocks("python")
+    namespace = {"__name__": "readme"}
+    exec(compile(sharded, "README several devices", "exec"), namespace)
+    assert namespace["out"].shape == (4, 16, 16)
+    assert namespace["cache"].tables.seq_lens.tolist() == [1, 1, 1, 1]
 
 
 def test_commands_name_files_that_exist():
