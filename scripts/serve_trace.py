@@ -388,6 +388,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         max_seqs=args.max_seqs,
         max_model_len=min(args.max_model_len, checkpoint.config.max_model_len),
         max_tokens_per_step=args.max_tokens_per_step,
+        sliding_window=checkpoint.config.widest_window,
     )
     rows = []
     for layout in build_layouts(args, checkpoint, config):

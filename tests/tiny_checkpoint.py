@@ -29,6 +29,8 @@ GGUF_NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -73,8 +75,17 @@ class TinyModel:
     def write_config(self, folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps(self.fields))
 
-    def write_gguf(self, path: Path, kind: str = "F32", extra: Mapping[str, np.ndarray] | None = None) -> Path:
-        """A GGUF file; matrices stored as `kind`, vectors as float32, q and k in llama.cpp's row order."""
+    def write_gguf(
+        self,
+        path: Path,
+        kind: str = "F32",
+        extra: Mapping[str, np.ndarray] | None = None,
+        stored_as: Mapping[str, tuple[str, np.ndarray]] | None = None,
+    ) -> Path:
+        """A GGUF file; matrices stored as `kind`, vectors as float32, a llama's q and k in llama.cpp's row order.
+
+        `stored_as` gives tensors by their names there, each as a type and rows of stored bytes, in place of their own.
+        """
         writer = gguf.GGUFWriter(path, self.architecture)
         fields = self.fields
         keys = {
@@ -84,7 +95,7 @@ class TinyModel:
             "llama.feed_forward_length": fields["intermediate_size"],
             "llama.attention.head_count": fields["num_attention_heads"],
             "llama.attention.head_count_kv": fields["num_key_value_heads"],
-            "llama.rope.freq_base": float(fields["rope_theta"]),
+            "llama.rope.freq_base": float(fields.get("rope_theta", 10000.0)),
             "llama.attention.layer_norm_rms_epsilon": fields["rms_norm_eps"],
             "tokenizer.ggml.model": "gpt2",
             "tokenizer.ggml.pre": "gpt-2",
@@ -100,15 +111,18 @@ class TinyModel:
             if key == "general.alignment":
                 writer.add_custom_alignment(value)
             elif value is not None:
-                _add(writer, key, value)
+                _add(writer, key.replace("llama.", f"{self.architecture}."), value)
         for name, array in {**self.tensors, **(extra or {})}.items():
             for ours, theirs in GGUF_NAMES.items():
                 name = name.replace(ours, theirs)
             heads = {"attn_q": fields["num_attention_heads"], "attn_k": fields["num_key_value_heads"]}
             for part, count in heads.items():
-                if part in name:
+                if part in name and self.architecture == "llama":
                     array = interleave_rows(array, count)
-            if array.ndim == 1:
+            if name in (stored_as or {}):
+                kind_of_rows, rows = stored_as[name]
+                writer.add_tensor(name, rows, raw_dtype=gguf.GGMLQuantizationType[kind_of_rows])
+            elif array.ndim == 1:
                 writer.add_tensor(name, array)
             else:
                 stored = gguf.GGMLQuantizationType[kind]

@@ -31,7 +31,7 @@ def layer_shapes(config: TransformerConfig) -> dict[str, Shape]:
     """Shapes of one layer's arrays; every weight is [out, in]."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return {
+    shapes: dict[str, Shape] = {
         "attn_norm": (hidden,),
         "q": (queries, hidden),
         "k": (keys, hidden),
@@ -42,6 +42,13 @@ def layer_shapes(config: TransformerConfig) -> dict[str, Shape]:
         "up": (inner, hidden),
         "down": (hidden, inner),
     }
+    if config.qkv_bias:
+        shapes |= {"q_bias": (queries,), "k_bias": (keys,), "v_bias": (keys,)}
+    if config.qk_norm:
+        shapes |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
+    if config.post_norms:
+        shapes |= {"attn_post_norm": (hidden,), "mlp_post_norm": (hidden,)}
+    return shapes
 
 
 def check_dtype(dtype: DTypeLike) -> np.dtype[Any]:
@@ -76,11 +83,17 @@ def build_params(
     Returns:
       {"embed": [V, E], "layers": [{"attn_norm": [E], "q": [H * D, E], "k": [KVH * D, E], "v": [KVH * D, E],
       "o": [E, H * D], "mlp_norm": [E], "gate": [F, E], "up": [F, E], "down": [E, F]}, ...],
-      "final_norm": [E]}, and "head": [V, E] unless `config.tie_word_embeddings`.
+      "final_norm": [E]}, and "head": [V, E] unless `config.tie_word_embeddings`. A layer also has "q_bias",
+      "k_bias", "v_bias" with `config.qkv_bias`, "q_norm", "k_norm" [D] with `config.qk_norm`, and
+      "attn_post_norm", "mlp_post_norm" [E] with `config.post_norms`.
 
     Raises:
       ValueError: tensors are missing, unexpected or of another shape; the message lists them.
     """
+    if config.num_layers > len(found):
+        raise ValueError(
+            f"{source}: its configuration describes {config.num_layers} layers, but it holds only {len(found)} tensors"
+        )
     top, layer_keys = top_shapes(config), layer_shapes(config)
     expected = {names[key]: shape for key, shape in top.items()}
     for layer in range(config.num_layers):

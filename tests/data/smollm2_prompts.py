@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 
 
-def _prose(rng: random.Random, num_sentences: int) -> str:
+def prose(rng: random.Random, num_sentences: int) -> str:
     """Paragraphs of a harbour's log book, put together from parts."""
 
     def pick(options: Sequence[str]) -> str:
@@ -51,7 +51,7 @@ def _prose(rng: random.Random, num_sentences: int) -> str:
     return "\n\n".join(paragraphs)
 
 
-def _code(rng: random.Random, num_functions: int) -> str:
+def code(rng: random.Random, num_functions: int) -> str:
     """A Python module of small functions, put together from parts."""
     nouns = ("crate", "lantern", "tide", "rope", "ticket", "sail", "chart", "berth")
     lines = ['"""Accounts of the harbour."""', "", "from dataclasses import dataclass", ""]
@@ -77,13 +77,13 @@ def _code(rng: random.Random, num_functions: int) -> str:
 
 
 def _long_prose() -> str:
-    text = _prose(random.Random(7), 33)
+    text = prose(random.Random(7), 33)
     return text[: text.rindex(" ")]
 
 
 def _long_mixed() -> str:
     rng = random.Random(15)
-    text = "\n\n".join((_prose(rng, 20), _code(rng, 7), _prose(rng, 60)))
+    text = "\n\n".join((prose(rng, 20), code(rng, 7), prose(rng, 60)))
     return text[:6072]
 
 

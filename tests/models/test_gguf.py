@@ -1,17 +1,23 @@
 """The GGUF reader, against weights written by the gguf package."""
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import gguf as gguf_package
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.flax import load_file
 
-from models.config import Llama3RopeScaling, TransformerConfig
-from models.weights import gguf
+from models.config import LinearRopeScaling, Llama3RopeScaling, TransformerConfig
+from models.weights import gguf, safetensors
 from models.weights.gguf_file import GGUFFile
+from tests.tiny_checkpoint import TinyModel
+
+DATA = Path(__file__).parents[1] / "data" / "tiny"
 
 CONFIG = TransformerConfig(
     vocab_size=262,
@@ -121,6 +127,91 @@ def test_stored_types(tiny, tmp_path, kind):
         np.testing.assert_array_equal(params["layers"][1][key], expected)
 
 
+def four_k(d, smallest, scales, j):
+    """Scale and offset of sub-block j of Q4_K and Q5_K, from the twelve bytes that hold eight of each in six bits."""
+    if j < 4:
+        scale, offset = scales[j] & 63, scales[j + 4] & 63
+    else:
+        scale = scales[j + 4] & 15 | scales[j - 4] >> 6 << 4
+        offset = scales[j + 4] >> 4 | scales[j] >> 6 << 4
+    return d * scale, smallest * offset
+
+
+def q4_k(block):
+    d, smallest = np.frombuffer(block[:4], np.float16).astype(float)
+    out = []
+    for j in range(8):
+        scale, offset = four_k(d, smallest, block[4:16], j)
+        out += [scale * (block[16 + j // 2 * 32 + i] >> j % 2 * 4 & 15) - offset for i in range(32)]
+    return out
+
+
+def q5_k(block):
+    d, smallest = np.frombuffer(block[:4], np.float16).astype(float)
+    out = []
+    for j in range(8):
+        scale, offset = four_k(d, smallest, block[4:16], j)
+        for i in range(32):
+            low, high = block[48 + j // 2 * 32 + i] >> j % 2 * 4 & 15, block[16 + i] >> j & 1
+            out.append(scale * (low + 16 * high) - offset)
+    return out
+
+
+def q6_k(block):
+    (d,) = np.frombuffer(block[208:210], np.float16).astype(float)
+    scales = np.frombuffer(block[192:208], np.int8).astype(int)
+    out = []
+    for i in range(256):
+        half, quarter, place = i // 128, i % 128 // 32, i % 32
+        low = block[half * 64 + quarter % 2 * 32 + place] >> quarter // 2 * 4 & 15
+        high = block[128 + half * 32 + place] >> quarter * 2 & 3
+        out.append(d * scales[i // 16] * (low + 16 * high - 32))
+    return out
+
+
+@pytest.mark.parametrize(("kind", "size", "decode"), [("Q4_K", 144, q4_k), ("Q5_K", 176, q5_k), ("Q6_K", 210, q6_k)])
+def test_k_quants(tiny, tmp_path, kind, size, decode):
+    """Against the blocks' layout in ggml-common.h, one number at a time. The package does not write these types."""
+    tiny.fields["intermediate_size"] = 256
+    for layer in range(2):
+        for name, shape in (("gate", (256, 32)), ("up", (256, 32)), ("down", (32, 256))):
+            tiny.tensors[f"model.layers.{layer}.mlp.{name}_proj.weight"] = np.zeros(shape, np.float32)
+    rows = np.random.default_rng(0).integers(0, 256, (32, size), np.uint8)
+    halves = np.random.default_rng(1).uniform(0.01, 1, (32, 2)).astype(np.float16).view(np.uint8)
+    at = slice(208, 210) if kind == "Q6_K" else slice(0, 4)
+    rows[:, at] = halves[:, : at.stop - at.start]
+    path = tiny.write_gguf(tmp_path / "m.gguf", stored_as={"blk.1.ffn_down.weight": (kind, rows)})
+    _, params = load(path)
+    expected = [decode(row.tobytes()) for row in rows]
+    np.testing.assert_allclose(params["layers"][1]["down"], expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_qwen(name, tmp_path):
+    """The same as from the folder that transformers wrote: no row moves, biases and norms are there."""
+    folder = DATA / name
+    tensors = {key: np.asarray(array, np.float32) for key, array in load_file(folder / "model.safetensors").items()}
+    fields = json.loads((folder / "config.json").read_text())
+    tiny = TinyModel(fields, tensors, architecture=name)
+    if "head_dim" in fields:
+        tiny.keys = {"llama.attention.key_length": fields["head_dim"]}
+    config, params = load(tiny.write_gguf(tmp_path / "m.gguf"))
+    expected_config, expected = safetensors.load(folder)
+    assert config == replace(expected_config, sliding_windows=None)  # which GGUF files of these do not have
+    assert jax.tree.structure(params) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+
+
+def test_linear_rope_scaling(tiny, tmp_path):
+    tiny.keys |= {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.5}
+    assert gguf.read_config(GGUFFile.open(tiny.write_gguf(tmp_path / "m.gguf"))).rope_scaling == LinearRopeScaling(2.5)
+
+
+def test_window_as_long_as_the_context_is_none(tiny, tmp_path):
+    tiny.keys["llama.attention.sliding_window"] = 128
+    assert gguf.read_config(GGUFFile.open(tiny.write_gguf(tmp_path / "m.gguf"))).sliding_windows is None
+
+
 def test_bfloat16_params(tiny, tmp_path):
     path = tiny.write_gguf(tmp_path / "m.gguf")
     (_, exact), (_, rounded) = load(path), load(path, jnp.bfloat16)
@@ -180,19 +271,25 @@ def test_other_rope_divisors_are_refused(tiny, tmp_path, divisors):
 
 
 def test_other_architecture(tiny, tmp_path):
-    tiny.architecture = "qwen2"
-    with pytest.raises(ValueError, match="architecture 'qwen2' is not supported; supported: 'llama'"):
+    tiny.architecture = "phi3"
+    message = r"m.gguf: architecture 'phi3' is not supported; supported: 'llama', 'qwen2', 'qwen3'"
+    with pytest.raises(ValueError, match=message):
         load(tiny.write_gguf(tmp_path / "m.gguf"))
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"llama.block_count": None}, "llama.block_count must be one number, got None"),
-        ({"llama.attention.head_count": [4, 4]}, r"head_count must be one number, got \[4, 4\]"),
+        ({"llama.block_count": None}, "llama.block_count must be an integer, got None"),
+        ({"llama.attention.head_count": [4, 4]}, r"head_count must be an integer, got \[4, 4\]"),
         ({"llama.expert_count": 8}, "llama.expert_count = 8 is not supported; it must be 0"),
         ({"llama.rope.scaling.type": "yarn"}, "scaling.type = 'yarn' is not supported; it must be 'none'"),
         ({"llama.rope.dimension_count": 4}, "dimension_count = 4 is not supported; it must be 8"),
+        ({"llama.attention.sliding_window": 64}, "sliding_window = 64 is not supported; use .* Hugging Face folder"),
+        ({"llama.block_count": 3_000_000_000}, "num_layers must be .* at most 10,000, got 3000000000"),
+        ({"llama.block_count": 5_000}, "describes 5000 layers, but it holds only 21 tensors"),
+        ({"llama.attention.head_count": 0}, "num_heads must be at least 1"),
+        ({"llama.rope.freq_base": -1.0}, r"rope_theta must be a positive number, got -1.0"),
         ({"split.count": 3}, "one of 3 parts .* --merge"),
     ],
 )

@@ -1,15 +1,21 @@
 """Finding a checkpoint by name or path."""
 
+import shutil
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from tokenizers.models import BPE
 
 from models import registry
 from models.weights import gguf, safetensors
+
+DATA = Path(__file__).parents[1] / "data" / "tiny"
 
 
 def refuse_weights(*args, **kwargs):
@@ -90,3 +96,20 @@ def test_tokenizer_is_found_before_weights_are_read(tiny, tmp_path, monkeypatch)
     tiny.keys["tokenizer.ggml.model"] = "llama"
     with pytest.raises(ValueError, match=r"tokenizer.ggml.model = 'llama'"):
         registry.load(str(tiny.write_gguf(tmp_path / "m.gguf")))
+
+
+def test_tokenizer_of_another_model(tiny, tmp_path):
+    """JAX would quietly take the embedding's last row for the tokens past its end."""
+    tiny.fields["vocab_size"] = 200
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tiny.tensors[name] = tiny.tensors[name][:200]
+    with pytest.raises(ValueError, match="the tokenizer has 262 tokens, but the model's embedding only 200 rows"):
+        registry.load(str(tiny.write_folder(tmp_path)))
+
+
+def test_every_architecture_loads_by_its_folder(tmp_path):
+    """The tiny checkpoints have 48 rows; a tokenizer of as few stands in for their own."""
+    for name in ("mistral", "gemma2"):
+        folder = shutil.copytree(DATA / name, tmp_path / name)
+        tokenizers.Tokenizer(BPE(vocab={"a": 0, "b": 1}, merges=[])).save(str(folder / "tokenizer.json"))
+        assert registry.load(str(folder)).config.sliding_windows is not None

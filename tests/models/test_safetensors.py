@@ -68,6 +68,20 @@ def test_missing_shard(tiny, tmp_path):
         safetensors.load(folder)
 
 
+def test_index_without_files(tiny, tmp_path):
+    folder = tiny.write_shards(tmp_path)
+    for content in ({}, {"weight_map": ["a"]}, {"weight_map": {"a": "../b.safetensors"}}):
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=r"index.json: weight_map must give the name of a file for each tensor"):
+            safetensors.load(folder)
+
+
+def test_more_layers_than_tensors(tiny, tmp_path):
+    tiny.fields["num_hidden_layers"] = 5_000
+    with pytest.raises(ValueError, match=r"describes 5000 layers, but it holds only 21 tensors"):
+        safetensors.load(tiny.write_folder(tmp_path))
+
+
 def test_no_weights(tiny, tmp_path):
     folder = tiny.write_folder(tmp_path)
     (folder / "model.safetensors").unlink()
@@ -165,13 +179,13 @@ def test_rope_of_transformers_5(tiny, tmp_path):
         ),
         ({"quantization_config": {"bits": 4}}, "quantization_config = .* is not supported"),
         (
-            {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            "rope_scaling.rope_type = 'linear' is not supported; supported: 'default', 'llama3'",
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope_scaling.rope_type = 'dynamic' is not supported; supported: 'default', 'linear', 'llama3'",
         ),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type = 'yarn' is not supported"),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-            "rope_scaling lacks low_freq_factor, high_freq_factor, original_max_position_embeddings",
+            "rope_scaling.low_freq_factor must be a number, got None",
         ),
         ({"vocab_size": None}, "vocab_size must be an integer, got None"),
     ],
@@ -185,7 +199,7 @@ def test_unsupported_fields(tiny, tmp_path, fields, message):
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}, "Qwen2ForCausalLM"),
+        ({"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}, "Phi3ForCausalLM"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"architectures": None, "model_type": "gemma"}, "'gemma'"),
     ],

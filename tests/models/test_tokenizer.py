@@ -146,6 +146,57 @@ def test_gguf_user_defined_tokens_are_recognised_and_kept(tiny_metadata):
     assert tokenizer.decode(ids) == "a<tool call>b"
 
 
+def test_gguf_qwen2(tiny_metadata):
+    """The split of Qwen2's tokenizer.json, and its normal form: merges never reach across it."""
+    tokens = tiny_metadata["tokenizer.ggml.tokens"]
+    space, two, e_acute = "\u0120", "1", "\u00c3\u00a9"  # byte-level spellings
+    tokens += [space + "h", two + two, space + two, e_acute]
+    tiny_metadata["tokenizer.ggml.merges"] += [f"{space} h", f"{two} {two}", f"{space} {two}", "\u00c3 \u00a9"]
+    tokenizer = Tokenizer.from_gguf(tiny_metadata | {"tokenizer.ggml.pre": "qwen2"})
+
+    def pieces(text):
+        return [tokens[token] for token in tokenizer.encode(text)]
+
+    assert pieces(" h") == [space + "h"]
+    assert pieces("11") == [two, two]
+    assert pieces(" 1") == [space, two]
+    assert pieces("e\u0301") == pieces("\u00e9") == [e_acute]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("tokens", None, "tokenizer.ggml.tokens must be a list of str, got None"),
+        ("tokens", ["a", "a"], "tokenizer.ggml.tokens names a token twice"),
+        ("merges", ["h e", "xx y"], "tokenizer.ggml.merges has 'xx y', but 'xx' is not a token"),
+        ("merges", [1, 2], "tokenizer.ggml.merges must be a list of str"),
+        ("token_type", "normal", "tokenizer.ggml.token_type must be a list of int, got 'normal'"),
+        ("eos_token_id", 262, "tokenizer.ggml.eos_token_id must be one of the 262 tokens, got 262"),
+        ("add_bos_token", 3, "tokenizer.ggml.add_bos_token must be true or false, got 3"),
+    ],
+)
+def test_damaged_gguf_metadata(tiny_metadata, key, value, message):
+    with pytest.raises(ValueError, match=message):
+        Tokenizer.from_gguf(tiny_metadata | {f"tokenizer.ggml.{key}": value})
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "message"),
+    [
+        ("tokenizer.json", {"model": {"type": "Unknown"}}, "tokenizer.json is not a tokenizer .*get it again"),
+        ("tokenizer_config.json", {"bos_token": 5}, "tokenizer_config.json: bos_token must be a string, got 5"),
+        ("tokenizer_config.json", {"add_bos_token": "yes"}, "add_bos_token must be true or false, got 'yes'"),
+        ("tokenizer_config.json", {"chat_template": [1]}, "chat_template must be a list of dict"),
+        ("config.json", {"eos_token_id": "</s>"}, "config.json: eos_token_id must be a token's number or a list"),
+    ],
+)
+def test_damaged_folder(tiny, tmp_path, file, changes, message):
+    folder = tiny.write_folder(tmp_path)
+    change_json(folder / file, **changes)
+    with pytest.raises(ValueError, match=message):
+        Tokenizer.from_folder(folder)
+
+
 def test_gguf_without_types_or_ends(tiny_metadata):
     for key in ("token_type", "eos_token_id", "eot_token_id", "bos_token_id"):
         del tiny_metadata[f"tokenizer.ggml.{key}"]
@@ -180,7 +231,7 @@ def test_llama3_adds_its_first_token_and_prefers_whole_tokens(tiny_metadata):
 
 @pytest.mark.parametrize(
     ("key", "value", "supported"),
-    [("model", "llama", "gpt2"), ("pre", "qwen2", "gpt-2, smollm, llama-bpe"), ("pre", "default", "gpt-2")],
+    [("model", "llama", "gpt2"), ("pre", "viking", "gpt-2, smollm, llama-bpe, qwen2"), ("pre", "default", "gpt-2")],
 )
 def test_other_gguf_tokenizers(tiny_metadata, key, value, supported):
     message = rf"tokenizer.ggml.{key} = '{value}' is not supported; supported: {supported}.*tokenizer.json"
