@@ -92,6 +92,13 @@ class TransformerConfig:
     attention_soft_cap: float | None = None
     final_soft_cap: float | None = None
 
+    @property
+    def widest_window(self) -> int | None:
+        """Keys that any layer looks back on at most; None if some layer sees everything."""
+        windows = self.sliding_windows or (None,)
+        known = [window for window in windows if window is not None]
+        return max(known) if len(known) == len(windows) else None
+
     def __post_init__(self) -> None:
         sizes = (
             "vocab_size", "hidden_size", "intermediate_size", "num_layers",

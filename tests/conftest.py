@@ -1,6 +1,8 @@
 """Shapes and dtypes of every call are checked in tests; nothing is promoted silently."""
 
+import atexit
 import os
+import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +19,15 @@ from tests.tiny_checkpoint import TinyModel, make_tiny
 install_import_hook(["paged_jax", "pallas_kernels", "models"], "tests.typecheck.checked")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# Compiling is what costs: a program that many tests use is compiled once a run, by whichever process needs it first.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _programs = tempfile.TemporaryDirectory(prefix="paged_jax-tests-")
+    atexit.register(_programs.cleanup)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _programs.name  # for the processes that tests start
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    jax.config.update("jax_compilation_cache_dir", _programs.name)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)

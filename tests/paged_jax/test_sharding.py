@@ -28,7 +28,7 @@ def run(*arguments: str, **environment: str) -> str:
 def test_on_four_devices() -> None:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
     file = str(Path(__file__).parent / "on_four_devices.py")
-    assert " passed" in run("pytest", "-q", "-p", "no:cacheprovider", file, XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
+    assert " passed" in run("pytest", "-n0", "-p", "no:cacheprovider", file, XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
 
 
 @pytest.mark.aot

@@ -11,7 +11,17 @@ FILES = ("test_page_pool.py", "test_block_tables.py", "test_cache.py")
 def test_core_tests_pass_in_x64_mode() -> None:
     here = Path(__file__).parent
     files = [str(here / file) for file in FILES]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not vmap and not refuses", *files]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-n0",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "not vmap and not refuses",
+        *files,
+    ]
     environment = os.environ | {"JAX_ENABLE_X64": "1"}
     done = subprocess.run(command, cwd=here.parents[1], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
