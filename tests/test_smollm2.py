@@ -144,3 +144,37 @@ def test_perplexity_with_quantised_pages(kv_dtype):
 def loss_of(kv_dtype):
     token_ids = checkpoint().tokenizer.encode(benchmark.TEXT.read_text(encoding="utf-8"))[:129]
     return benchmark.negative_log_likelihood(checkpoint(), token_ids, benchmark.KV_DTYPES[kv_dtype], chunk=64)
+
+
+SHORT = [index for index, prompt in enumerate(RECORD) if len(prompt["prompt_ids"]) <= 120]
+
+
+@pytest.mark.parametrize(
+    ("page_size", "num_pages", "changes"),
+    [
+        # 40 pages of 16 are too few for all: sequences are preempted again and again.
+        (16, 40, {"max_seqs": 16, "max_tokens_per_step": 64}),
+        pytest.param(16, 400, {"max_seqs": 16, "prefix_caching": False}, marks=pytest.mark.slow),
+        pytest.param(4, 200, {"max_seqs": 4, "max_tokens_per_step": 8}, marks=pytest.mark.slow),
+        pytest.param(64, 40, {"max_seqs": 4}, marks=pytest.mark.slow),
+        pytest.param(4, 60, {"max_seqs": 16, "max_tokens_per_step": 512}, marks=pytest.mark.slow),
+        pytest.param(64, 10, {"max_seqs": 16, "max_tokens_per_step": 64}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_memory_system_changes_no_token(page_size, num_pages, changes):
+    """Every prompt twice, so that the second finds the first's pages, and two samples, which fork."""
+    config = pj.EngineConfig(**({"max_model_len": 256} | changes))
+    layout = model().kv_layout(num_pages=num_pages, page_size=page_size)
+    engine = pj.Engine(model(), checkpoint().params, layout, None, config)
+    prompts = [RECORD[index] for index in SHORT]
+    asked = [pj.Request(prompt["prompt_ids"], max_tokens=24, n=2) for prompt in (*prompts, *prompts)]
+    answers = engine.generate(asked)
+    for request, pair in zip((*prompts, *prompts), zip(answers[::2], answers[1::2], strict=True), strict=True):
+        for answer in pair:
+            assert answer.token_ids == request["new_ids"][:24], request["name"]
+    metrics = engine.metrics()
+    assert metrics.pages_live == 0
+    assert (metrics.prefix.hit > 0) == config.prefix_caching
+    if num_pages in (40, 60, 10) and config.max_seqs == 16:
+        assert metrics.num_preemptions > 0

@@ -71,15 +71,28 @@ def test_output_file(run, tmp_path):
     assert [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()] == records
 
 
-def test_stream(run):
-    status, out, _ = run(*prompt_arguments(), "--max-tokens", 5, "--page-size", 4, "--num-pages", 40)
+def test_stream(run, tmp_path):
+    picture = tmp_path / "pages.png"
+    pool = ("--page-size", 4, "--num-pages", 40)
+    status, out, _ = run(*prompt_arguments(), "--max-tokens", 5, *pool, "--stats", "--plot", picture)
     assert status == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "prefix hits       0 of 14 prompt tokens (0.0 %)" in out
+    assert "preemptions       0" in out
     places = [out.index(f"[{i}] {prompt}") for i, prompt in enumerate(PROMPTS, start=1)]
     assert places == sorted(places)
     assert "of 39 (4 tokens each)" in out
     quiet = run(*prompt_arguments(), "--max-tokens", 5, "--quiet")[1]
     assert out.startswith(quiet)
     assert "prefill" not in quiet
+
+
+def test_a_picture_that_cannot_be_drawn_is_told_before_the_model_loads(run, monkeypatch, tmp_path):
+    assert "cannot write" in run("--prompt", "a", "--plot", tmp_path / "no" / "pages.png", model="missing.gguf")[2]
+    monkeypatch.setattr("scripts.page_plot.find_spec", lambda name: None)
+    status, out, err = run("--prompt", "a", "--plot", tmp_path / "pages.png", model="missing.gguf")
+    assert (status, out) == (2, "")
+    assert "pictures need matplotlib: install the extra, `uv sync --extra plots`" in err
 
 
 def test_display_streams_the_first_unfinished_answer(capsys):
