@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Num
 
-from pallas_kernels import reference, validation, xla
+from pallas_kernels import mosaic_tpu, reference, validation, xla
 from pallas_kernels.quantisation import quantise
 
 IMPLEMENTATIONS: Final[Mapping[str, Callable[..., tuple[Array, Array]]]] = MappingProxyType(
-    {"xla": xla.paged_attention, "reference": reference.paged_attention}
+    {"xla": xla.paged_attention, "reference": reference.paged_attention, "mosaic_tpu": mosaic_tpu.paged_attention}
 )
 """Implementation name -> function. `xla` runs on every backend; `reference` is the slow oracle of the tests.
 
@@ -29,6 +29,9 @@ num_kv_heads, max_query_len, logit_soft_cap) -> (out, lse)`, with scalars as arr
 floating-point pool.
 """
 
+_CHECKS: Final[Mapping[str, Callable[..., None]]] = MappingProxyType({"mosaic_tpu": mosaic_tpu.check})
+"""What an implementation that does not take everything refuses."""
+
 _NO_WINDOW: Final = 2**31 - 1
 
 Scalar = Int32[Array, ""] | int
@@ -36,7 +39,7 @@ Scalar = Int32[Array, ""] | int
 
 def default_implementation() -> str:
     """The implementation that `implementation=None` selects on the default backend."""
-    return "xla"
+    return "mosaic_tpu" if jax.default_backend() == "tpu" else "xla"
 
 
 def paged_attention(
@@ -101,6 +104,8 @@ def paged_attention(
     )  # fmt: skip
     name = implementation or default_implementation()
     validation.check_choice("implementation", name, tuple(IMPLEMENTATIONS))
+    if name in _CHECKS:
+        _CHECKS[name](q, kv_pages, block_tables, kv_scales, num_kv_heads=num_kv_heads, max_query_len=max_query_len)
     window = _NO_WINDOW if sliding_window is None else sliding_window
 
     def attend(*operands: Array | None) -> tuple[Array, Array]:

@@ -17,8 +17,11 @@ import numpy.typing as npt
 
 from pallas_kernels import IMPLEMENTATIONS, paged_attention
 
-CONTRACT: Final = tuple(sorted(IMPLEMENTATIONS))
-"""Every implementation that the suite holds to the contract; the one place that says so."""
+KERNELS: Final = tuple(name for name in sorted(IMPLEMENTATIONS) if name.startswith("mosaic_"))
+"""Those that need hardware or an interpreter, and take some shapes only; they have suites of their own."""
+
+CONTRACT: Final = tuple(name for name in sorted(IMPLEMENTATIONS) if name not in KERNELS)
+"""Every implementation that this suite holds to the contract; the one place that says so."""
 
 SCALABLE: Final = tuple(name for name in CONTRACT if name != "reference")
 """Those that promise cost by the real lengths; the reference gathers queries x table."""
