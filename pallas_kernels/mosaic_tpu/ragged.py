@@ -5,6 +5,8 @@ brings all heads' keys and values from HBM into a ring in VMEM. A cursor in scal
 of the computation, across items, so that only the first block of a launch is waited for from its start.
 """
 
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +21,8 @@ from pallas_kernels.mosaic_tpu.sizes import LANES, NARROW, Sizes, choose
 from pallas_kernels.mosaic_tpu.support import VMEM_SHARE
 
 _FLOOR = -1e30  # below every logit and finite, so that exp(-inf - peak) is 0 and never NaN
-_HEADER = 3  # scalars before the items: their number, row_offset, window
+_UNROLLED = 8  # KV heads
+_HEADER = 2  # scalars before the items: their number and the window
 
 
 @partial(jax.jit, static_argnames=("num_kv_heads", "max_query_len", "logit_soft_cap"))
@@ -50,23 +53,19 @@ def paged_attention(
     items, count = work.items(
         seq_lens, cu_query_lens, window, block_q=sizes.block_q, page_size=sizes.page_size, count=num_items
     )
-    scalars = jnp.concatenate([jnp.stack([count, row_offset, window]), *items])
+    scalars = jnp.concatenate([jnp.stack([count, window]), *items])  # equal in all layers, so that XLA makes it once
     tiles = _tiles(q, sizes)
     num_tiles = tiles.shape[0]
 
     def of_tile(*shape: int) -> pl.BlockSpec:
         tile_field = _HEADER + work.Item._fields.index("tile") * num_items
-        return pl.BlockSpec(
-            (1, *shape), lambda i, scalars, *_: (scalars[tile_field + i], *[jnp.int32(0)] * len(shape))
-        )
+        return pl.BlockSpec((1, *shape), lambda i, scalars, *_: (scalars[tile_field + i], *[jnp.int32(0)] * len(shape)))
 
     tile, lse_tile = (num_kv_heads, sizes.rows, sizes.width), (sizes.rows, sizes.lse_lanes)
     out, lse = pl.pallas_call(
-        partial(
-            _kernel, sizes=sizes, num_items=num_items, pages_per_seq=pages_per_seq, logit_soft_cap=logit_soft_cap
-        ),
+        partial(_kernel, sizes=sizes, num_items=num_items, pages_per_seq=pages_per_seq, logit_soft_cap=logit_soft_cap),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=4,
             grid=(num_items,),
             in_specs=[of_tile(*tile), pl.BlockSpec(memory_space=pl.ANY)],
             out_specs=[of_tile(*tile), of_tile(*lse_tile)],
@@ -84,10 +83,12 @@ def paged_attention(
             jax.ShapeDtypeStruct((num_tiles, *lse_tile), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=sizes.vmem_bytes + sizes.vmem_bytes // 4
+            dimension_semantics=("arbitrary",),
+            vmem_limit_bytes=sizes.vmem_bytes + sizes.vmem_bytes // 4,
+            disable_bounds_checks=True,  # rows are clipped
         ),
         name="paged_attention",
-    )(scalars, block_tables.reshape(-1), scale.reshape(1), tiles, kv_pages)
+    )(scalars, block_tables.reshape(-1), row_offset.reshape(1), scale.reshape(1), tiles, kv_pages)
     return _rows(out, lse, q, seq_lens, cu_query_lens, sizes)
 
 
@@ -101,9 +102,7 @@ def _tiles(q: Array, sizes: Sizes) -> Array:
     return jnp.pad(q, ((0, 0), (0, 0), (0, sizes.rows - q.shape[2]), (0, 0)))
 
 
-def _rows(
-    out: Array, lse: Array, q: Array, seq_lens: Array, cu_query_lens: Array, sizes: Sizes
-) -> tuple[Array, Array]:
+def _rows(out: Array, lse: Array, q: Array, seq_lens: Array, cu_query_lens: Array, sizes: Sizes) -> tuple[Array, Array]:
     """The inverse of `_tiles` for both results, with zeros and -inf in the rows that no item wrote."""
     num_tokens, num_heads, head_dim = q.shape
     tiles, heads, group, block_q = out.shape[0], sizes.num_kv_heads, sizes.group, sizes.block_q
@@ -141,16 +140,16 @@ _NEXT_ITEM, _NEXT_BLOCK, _STARTED, _DONE = range(4)
 
 
 def _kernel(
-    scalars: Any, tables: Any, scale: Any, q: Any, pool: Any, out: Any, lse: Any, *scratch: Any,
+    scalars: Any, tables: Any, row_offset: Any, scale: Any, q: Any, pool: Any, out: Any, lse: Any, *scratch: Any,
     sizes: Sizes, num_items: int, pages_per_seq: int, logit_soft_cap: float | None,
 ) -> None:  # fmt: skip
     memory = _Scratch(*scratch)
-    count, row_offset, window = (scalars[i] for i in range(_HEADER))
+    count, window = (scalars[i] for i in range(_HEADER))
 
     def item(i: Array) -> work.Item:
         return work.Item(*(scalars[_HEADER + field * num_items + i] for field in range(work.NUM_FIELDS)))
 
-    blocks = _Blocks(sizes, item, count, row_offset, pages_per_seq, tables, pool, memory)
+    blocks = _Blocks(sizes, item, count, row_offset[0], pages_per_seq, tables, pool, memory)
     index = pl.program_id(0)
 
     @pl.when(index == 0)
@@ -195,6 +194,12 @@ class _Blocks(NamedTuple):
         rows = pl.ds(pl.multiple_of(page * self.sizes.page_size, self.sizes.page_size), self.sizes.page_size)
         return self.memory.ring.at[slot, rows]
 
+    def when_whole(self, first: Array, end: Array, whole: Callable[[], None], partly: Callable[[], None]) -> None:
+        """Runs `whole` if all pages of a block are read, which is the common case, or else `partly`."""
+        is_whole = (first == 0) & (end == self.sizes.pages_per_block)
+        pl.when(is_whole)(whole)
+        pl.when(~is_whole)(partly)
+
     def begin(self) -> None:
         """Starts the copies of the launch's first blocks."""
         cursor = self.memory.cursor
@@ -216,11 +221,16 @@ class _Blocks(NamedTuple):
             first, end = self.pages(item, block)
             column = item.seq * self.pages_per_seq + block * self.sizes.pages_per_block
 
-            def start(page: Array, _: None) -> None:
-                row = self.tables[column + page] + self.row_offset
+            def start(page: Any, _: None) -> None:
+                row = jnp.clip(self.tables[column + page] + self.row_offset, 0, self.pool.shape[0] - 1)
                 pltpu.make_async_copy(self.pool.at[row], self.page(slot, page), self.memory.arrived.at[slot]).start()
 
-            lax.fori_loop(first, end, start, None)
+            self.when_whole(
+                first,
+                end,
+                lambda: [start(jnp.int32(page), None) for page in range(self.sizes.pages_per_block)] and None,
+                lambda: lax.fori_loop(first, end, start, None),
+            )
             cursor[_STARTED] += 1
             is_last = block + 1 >= self.span(item)[1]
             following = jnp.minimum(index + 1, self.count - 1)
@@ -235,13 +245,20 @@ class _Blocks(NamedTuple):
         def wait(page: Array, _: None) -> None:
             pltpu.make_async_copy(self.pool.at[0], self.page(slot, page), self.memory.arrived.at[slot]).wait()
 
+        def wait_for_whole() -> None:
+            block = self.memory.ring.at[slot]
+            pltpu.make_async_copy(block, block, self.memory.arrived.at[slot]).wait()
+
         def clear(page: Array, _: None) -> None:
             ref = self.page(slot, page)
             ref[...] = jnp.zeros(ref.shape, ref.dtype)
 
-        lax.fori_loop(first, end, wait, None)
-        lax.fori_loop(0, first, clear, None)
-        lax.fori_loop(end, self.sizes.pages_per_block, clear, None)
+        def wait_for_pages() -> None:
+            lax.fori_loop(first, end, wait, None)
+            lax.fori_loop(0, first, clear, None)
+            lax.fori_loop(end, self.sizes.pages_per_block, clear, None)
+
+        self.when_whole(first, end, wait_for_whole, wait_for_pages)
 
         length = item.position + item.end_row - block * self.sizes.block_keys  # keys of the block up to the last seen
         last_page = end - 1
@@ -271,7 +288,7 @@ def _attend(
             return [(slice(0, rows), slice(None))]
         return [(slice(g * span, (g + 1) * span), pl.ds(g * sizes.block_q + aligned, span)) for g in range(sizes.group)]
 
-    def queries(head: int) -> Array:
+    def queries(head: Any) -> Array:
         return jnp.concatenate([q[0, head, of_tile] for _, of_tile in parts()], axis=0)
 
     every = slice(0, heads * rows)
@@ -279,23 +296,26 @@ def _attend(
     memory.peak[every] = jnp.full((heads * rows, LANES), _FLOOR, jnp.float32)
     memory.total[every] = jnp.zeros((heads * rows, LANES), jnp.float32)
 
+    at_once = sizes.heads_at_once(rows)
+    chunk_rows = at_once * rows
+
     def step(block: Array, _: None) -> None:
         blocks.start_next()
         slot = blocks.wait(item, block)
-        for first in range(0, heads, sizes.heads_at_once):
-            chunk = range(first, min(first + sizes.heads_at_once, heads))
-            of_chunk = slice(chunk[0] * rows, (chunk[-1] + 1) * rows)
-            shape = (len(chunk) * rows, sizes.block_keys)
-            token = start + (lax.broadcasted_iota(jnp.int32, shape, 0) & (span - 1))
-            position = item.position + token
-            key = block * sizes.block_keys + lax.broadcasted_iota(jnp.int32, shape, 1)
-            visible = (key <= position) & (key > position - window)
+        # How far a row of the tile lies behind a key of the block, less what differs between rows and keys.
+        behind = item.position + start - block * sizes.block_keys
 
-            logits = [_times_keys(queries(head), _key(memory.ring, slot, head, sizes)) for head in chunk]
+        def attend_heads(chunk: Any) -> None:
+            chunk_heads = [chunk * at_once + i for i in range(at_once)]
+            of_chunk = _window(chunk * chunk_rows, chunk_rows)
+            shape = (chunk_rows, sizes.block_keys)
+            row = lax.broadcasted_iota(jnp.int32, shape, 0) & (span - 1)
+            distance = behind + (row - lax.broadcasted_iota(jnp.int32, shape, 1))
+            logits = [_times_keys(queries(head), _key(memory.ring, slot, head, sizes)) for head in chunk_heads]
             logits = jnp.concatenate(logits, axis=0) * scale[0]
             if soft_cap is not None:
                 logits = soft_cap * jnp.tanh(logits / soft_cap)
-            logits = jnp.where(visible, logits, -jnp.inf)
+            logits = jnp.where((distance >= 0) & (distance < window), logits, -jnp.inf)
 
             old_peak = memory.peak[of_chunk]
             peak = jnp.maximum(old_peak, logits.max(axis=1, keepdims=True))
@@ -306,43 +326,63 @@ def _attend(
             memory.total[of_chunk] = memory.total[of_chunk] * decay + sum(by_lane[1:], by_lane[0])
             values = [
                 _times_values(weights[i * rows : (i + 1) * rows], _value(memory.ring, slot, head, sizes))
-                for i, head in enumerate(chunk)
+                for i, head in enumerate(chunk_heads)
             ]
             memory.acc[of_chunk] = memory.acc[of_chunk] * _across(decay, sizes.width) + jnp.concatenate(values, axis=0)
+
+        _for_each(heads // at_once, attend_heads)
         memory.cursor[_DONE] += 1
 
     first_block, end_block = blocks.span(item)
     lax.fori_loop(first_block, end_block, step, None)
 
     lane = lax.broadcasted_iota(jnp.int32, (rows, sizes.lse_lanes), 1)
-    sums = jnp.zeros((rows, sizes.lse_lanes), jnp.float32)
     token = start + (lax.broadcasted_iota(jnp.int32, (rows, LANES), 0) & (span - 1))
     owned = (token >= item.first_row) & (token < item.end_row)
-    for head in range(heads):
-        of_head = slice(head * rows, (head + 1) * rows)
+
+    def finish_head(head: Array, sums: Array) -> Array:
+        of_head = _window(head * rows, rows)
         total = jnp.broadcast_to(memory.total[of_head].sum(axis=1, keepdims=True), (rows, LANES))
         seen = total > 0
         result = memory.acc[of_head] * _across(jnp.where(seen, 1.0 / total, 0.0), sizes.width)
         log = jnp.where(seen, memory.peak[of_head] + jnp.log(total), -jnp.inf)
-        sums = jnp.where(lane == head, _across(log, sizes.lse_lanes), sums)
         for of_rows, of_tile in parts():
             mask = _across(owned[of_rows], sizes.width)
             before = out[0, head, of_tile].astype(jnp.float32)
             out[0, head, of_tile] = jnp.where(mask, result[of_rows], before).astype(out.dtype)
+        return jnp.where(lane == head, _across(log, sizes.lse_lanes), sums)
+
+    sums = lax.fori_loop(0, heads, finish_head, jnp.zeros((rows, sizes.lse_lanes), jnp.float32))
     for of_rows, of_tile in parts():
         lse[0, of_tile] = jnp.where(_across(owned[of_rows], sizes.lse_lanes), sums[of_rows], lse[0, of_tile])
 
 
-def _key(ring: Any, slot: Array, head: int, sizes: Sizes) -> Array:
+def _for_each(count: int, body: Callable[[Any], None]) -> None:
+    """Unrolled where that stays small: with static slices the compiler overlaps one head's products with another's."""
+    if count <= _UNROLLED:
+        for i in range(count):
+            body(i)
+    else:
+        lax.fori_loop(0, count, lambda i, _: body(i), None)
+
+
+def _key(ring: Any, slot: Array, head: Any, sizes: Sizes) -> Array:
     """The lanes to take with the queries: the key, and at head_dim 64 the value too, against zeros in q."""
-    start = head * 2 * sizes.head_dim
-    return ring[slot, :, start : start + sizes.width]
+    return ring[slot, :, _window(head * 2 * sizes.head_dim, sizes.width)]
 
 
-def _value(ring: Any, slot: Array, head: int, sizes: Sizes) -> Array:
+def _value(ring: Any, slot: Array, head: Any, sizes: Sizes) -> Array:
     """The lanes to take with the weights: the value, and at head_dim 64 the key before it."""
-    end = (head + 1) * 2 * sizes.head_dim
-    return ring[slot, :, end - sizes.width : end]
+    return ring[slot, :, _window((head + 1) * 2 * sizes.head_dim - sizes.width, sizes.width)]
+
+
+def _window(start: Any, size: int) -> Any:
+    """`size` rows or lanes from `start` on, which is a multiple of 8 rows or 128 lanes."""
+    return (
+        slice(start, start + size)
+        if isinstance(start, int)
+        else pl.ds(pl.multiple_of(start, math.gcd(size, LANES)), size)
+    )
 
 
 def _times_keys(q: Array, k: Array) -> Array:

@@ -64,9 +64,10 @@ class Sizes:
     def lse_lanes(self) -> int:
         return round_up(self.num_kv_heads, LANES)
 
-    @property
-    def heads_at_once(self) -> int:
-        return max(1, min(self.num_kv_heads, _CHUNK_ROWS // self.rows))
+    def heads_at_once(self, rows: int) -> int:
+        """KV heads whose softmax is computed together when each has `rows` rows; divides num_kv_heads."""
+        most = max(1, _CHUNK_ROWS // rows)
+        return max(n for n in range(1, self.num_kv_heads + 1) if n <= most and self.num_kv_heads % n == 0)
 
 
 def choose(
@@ -115,7 +116,7 @@ def _vmem_bytes(sizes: Sizes, query_bytes: int, pool_bytes: int) -> int:
     lse = 2 * sizes.rows * sizes.lse_lanes * 4
     ring = sizes.slots * sizes.block_keys * sizes.lanes * pool_bytes
     accumulators = rows * (sizes.width + 2 * LANES) * 4
-    at_once = sizes.heads_at_once * sizes.rows
+    at_once = sizes.heads_at_once(sizes.rows) * sizes.rows
     # Logits, mask, weights and their halves, products; and a head's keys and values, split into bfloat16 parts.
     values = at_once * (6 * sizes.block_keys + 4 * sizes.width) * 4 + 8 * sizes.block_keys * sizes.width * 4
     return queries_and_output + lse + ring + accumulators + values

@@ -31,7 +31,9 @@ def check(
     page_size = kv_pages.shape[1]
     num_seqs, pages_per_seq = block_tables.shape
     if not target.interpreted():
-        _check("the platform", target.platform(), ("tpu",), "; for tests pltpu.force_tpu_interpret_mode() runs it anywhere")
+        _check(
+            "the platform", target.platform(), ("tpu",), "; for tests pltpu.force_tpu_interpret_mode() runs it anywhere"
+        )
     if kv_scales is not None:
         raise NotImplementedError(f"{_NAME} does not take kv_scales (quantised pools) yet; {_OTHERS}")
     _check("q's dtype", str(q.dtype), DTYPES)
