@@ -13,7 +13,7 @@ from pallas_kernels.mosaic_tpu.support import check
 __all__ = ["check", "paged_attention"]
 
 
-def paged_attention(*operands: Array, **static: Any) -> tuple[Array, Array]:
+def paged_attention(*operands: Array | None, **static: Any) -> tuple[Array, Array]:
     """See `pallas_kernels.mosaic_tpu.ragged.paged_attention`."""
     from pallas_kernels.mosaic_tpu import ragged
 

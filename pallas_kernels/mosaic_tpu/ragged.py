@@ -35,6 +35,7 @@ def paged_attention(
     row_offset: Array,
     scale: Array,
     window: Array,
+    kv_scales: Array | None,
     *,
     num_kv_heads: int,
     max_query_len: int,

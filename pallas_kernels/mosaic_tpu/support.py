@@ -1,7 +1,6 @@
 """What the kernel takes; everything else is refused before anything is traced."""
 
-from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from jax import Array
 
@@ -22,49 +21,48 @@ PAGE_SIZES: Final = (8, 16, 32, 64, 128)
 def check(
     q: Array, kv_pages: Array, block_tables: Array, kv_scales: Array | None, *, num_kv_heads: int, max_query_len: int
 ) -> None:
-    """Checks arguments that fit together already, of any platform.
+    """Checks arguments that fit together already.
 
     Raises:
-      NotImplementedError: the kernel does not take one of them, or does not run on the platform.
+      ValueError: a dtype or a size is none of those supported.
+      NotImplementedError: the platform is not, or `kv_scales` is given.
     """
     num_tokens, num_heads, head_dim = q.shape
     page_size = kv_pages.shape[1]
     num_seqs, pages_per_seq = block_tables.shape
-    if not target.interpreted():
-        _check(
-            "the platform", target.platform(), ("tpu",), "; for tests pltpu.force_tpu_interpret_mode() runs it anywhere"
+    if not target.interpreted() and target.platform() != "tpu":
+        raise NotImplementedError(
+            _message("the platform", target.platform(), "tpu, or any inside pltpu.force_tpu_interpret_mode()")
         )
     if kv_scales is not None:
-        raise NotImplementedError(f"{_NAME} does not take kv_scales (quantised pools) yet; {_OTHERS}")
-    _check("q's dtype", str(q.dtype), DTYPES)
-    _check("kv_pages' dtype", str(kv_pages.dtype), DTYPES)
-    _check("head_dim", head_dim, HEAD_DIMS, " (KVLayout's padded_head_dim stores a smaller head in a wider one)")
-    _check("page_size", page_size, PAGE_SIZES)
+        raise NotImplementedError(_message("kv_scales", "an array", "None: floating-point pools"))
+    for name, got, supported, remedy in (
+        ("q's dtype", q.dtype.name, DTYPES, ""),
+        ("kv_pages' dtype", kv_pages.dtype.name, DTYPES, ""),
+        ("head_dim", head_dim, HEAD_DIMS, " (pad smaller ones: KVLayout.padded_head_dim)"),
+        ("page_size", page_size, PAGE_SIZES, ""),
+    ):
+        if got not in supported:
+            raise ValueError(_message(name, got, ", ".join(map(str, supported)) + remedy))
     sizes = choose(
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=page_size,
         max_query_len=max_query_len, query_dtype=q.dtype, pool_dtype=kv_pages.dtype,
         budget=int(VMEM_SHARE * target.vmem_bytes()),
     )  # fmt: skip
     if sizes is None:
-        raise NotImplementedError(
-            f"{_NAME} needs more VMEM for {num_heads} heads, {num_kv_heads} KV heads, head_dim {head_dim} in "
-            f"{q.dtype} than the {target.vmem_bytes() >> 20} MiB of this chip; {_OTHERS}"
-        )
+        shape = f"{num_heads} heads, {num_kv_heads} KV heads, head_dim {head_dim}, {q.dtype}"
+        raise ValueError(_message("the VMEM needed", f"too much ({shape})", f"{target.vmem_bytes() >> 20} MiB"))
     num_items = work.max_items(num_tokens, num_seqs, sizes.block_q, max_query_len)
     scalar_bytes = 4 * (num_seqs * pages_per_seq + work.NUM_FIELDS * num_items)
     if scalar_bytes > SCALAR_BYTES:
-        raise NotImplementedError(
-            f"{_NAME} keeps block_tables and its work list in scalar memory: {num_seqs} sequences x {pages_per_seq} "
-            f"pages and {num_items} items are {scalar_bytes} bytes, at most {SCALAR_BYTES} are supported; take larger "
-            f"pages, fewer sequences or a narrower table; {_OTHERS}"
+        raise ValueError(
+            _message(
+                "the scalar memory needed",
+                f"{scalar_bytes} bytes (block_tables of {num_seqs} x {pages_per_seq} pages, {num_items} work items)",
+                f"{SCALAR_BYTES} bytes; take larger pages, fewer sequences or a narrower table",
+            )
         )
 
 
-_NAME: Final = "implementation 'mosaic_tpu'"
-_OTHERS: Final = "implementation='xla' takes it"
-
-
-def _check(name: str, got: Any, supported: Sequence[Any], hint: str = "") -> None:
-    if got not in supported:
-        allowed = ", ".join(map(str, supported))
-        raise NotImplementedError(f"{_NAME} does not take {name} {got}, only {allowed}{hint}; {_OTHERS}")
+def _message(name: str, got: object, supported: str) -> str:
+    return f"implementation 'mosaic_tpu': {name} is {got}, supported is {supported}; implementation='xla' takes it"

@@ -89,18 +89,18 @@ def _new_pairs(choice: Choice, name: str, value: Any) -> set[Any]:
     return {tuple(sorted(((name, value), item))) for item in choice.items()}
 
 
-def sample(num_geometries: int, count: int, seed: int) -> list[Case]:
+def sample(num_geometries: int, count: int, seed: int, geometry: Factors = GEOMETRY) -> list[Case]:
     """`count` cases over `num_geometries` geometries, both pairwise, each with a seed of its own."""
     rng = random.Random(seed)
-    geometries = pairwise(GEOMETRY, num_geometries, rng)
-    choices = pairwise({**GEOMETRY, **PROFILE}, count, rng, geometries)
+    geometries = pairwise(geometry, num_geometries, rng)
+    choices = pairwise({**geometry, **PROFILE}, count, rng, geometries)
     return [make_case(choice, rng) for choice in choices]
 
 
-def full(seed: int) -> list[Case]:
+def full(seed: int, geometry: Factors = GEOMETRY) -> list[Case]:
     """The product of what decides which keys are seen, the geometries pairwise complete and taken in turn."""
     rng = random.Random(seed)
-    geometries = pairwise(GEOMETRY, 40, rng)
+    geometries = pairwise(geometry, 40, rng)
     profiles = [dict(zip(PROFILE, values, strict=True)) for values in product(*PROFILE.values())]
     rng.shuffle(profiles)
     cases = []
