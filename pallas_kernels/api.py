@@ -105,7 +105,7 @@ def paged_attention(
     name = implementation or default_implementation()
     validation.check_choice("implementation", name, tuple(IMPLEMENTATIONS))
     if name in _CHECKS:
-        _CHECKS[name](q, kv_pages, block_tables, kv_scales, num_kv_heads=num_kv_heads, max_query_len=max_query_len)
+        _CHECKS[name](q, kv_pages, block_tables, num_kv_heads=num_kv_heads, max_query_len=max_query_len)
     window = _NO_WINDOW if sliding_window is None else sliding_window
 
     def attend(*operands: Array | None) -> tuple[Array, Array]:

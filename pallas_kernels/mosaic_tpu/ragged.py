@@ -8,7 +8,7 @@ of the computation, across items, so that only the first block of a launch is wa
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.mosaic_tpu import target, work
+from pallas_kernels.mosaic_tpu.ring import DONE, Memory, Ring, scratch
 from pallas_kernels.mosaic_tpu.sizes import LANES, NARROW, Sizes, choose
 from pallas_kernels.mosaic_tpu.support import VMEM_SHARE
 
@@ -49,6 +50,7 @@ def paged_attention(
         budget=int(VMEM_SHARE * target.vmem_bytes()),
     )  # fmt: skip
     assert sizes is not None, "support.check lets only shapes pass that fit"
+    pool = [kv_pages] if kv_scales is None else [kv_pages, kv_scales]
     num_seqs, pages_per_seq = block_tables.shape
     num_items = work.max_items(num_tokens, num_seqs, sizes.block_q, max_query_len)
     items, count = work.items(
@@ -64,20 +66,13 @@ def paged_attention(
 
     tile, lse_tile = (num_kv_heads, sizes.rows, sizes.width), (sizes.rows, sizes.lse_lanes)
     out, lse = pl.pallas_call(
-        partial(_kernel, sizes=sizes, num_items=num_items, pages_per_seq=pages_per_seq, logit_soft_cap=logit_soft_cap),
+        partial(_kernel, sizes, num_items, pages_per_seq, logit_soft_cap, kv_scales is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(num_items,),
-            in_specs=[of_tile(*tile), pl.BlockSpec(memory_space=pl.ANY)],
+            in_specs=[of_tile(*tile), *[pl.BlockSpec(memory_space=pl.ANY) for _ in pool]],
             out_specs=[of_tile(*tile), of_tile(*lse_tile)],
-            scratch_shapes=_Scratch(
-                ring=pltpu.VMEM((sizes.slots, sizes.block_keys, sizes.lanes), kv_pages.dtype),
-                arrived=pltpu.SemaphoreType.DMA((sizes.slots,)),
-                cursor=pltpu.SMEM((4,), jnp.int32),
-                acc=pltpu.VMEM((num_kv_heads * sizes.rows, sizes.width), jnp.float32),
-                peak=pltpu.VMEM((num_kv_heads * sizes.rows, LANES), jnp.float32),
-                total=pltpu.VMEM((num_kv_heads * sizes.rows, LANES), jnp.float32),
-            ),
+            scratch_shapes=scratch(sizes, kv_pages.dtype, quantised=kv_scales is not None),
         ),
         out_shape=[
             jax.ShapeDtypeStruct((num_tiles, *tile), q.dtype),
@@ -89,7 +84,7 @@ def paged_attention(
             disable_bounds_checks=True,  # rows are clipped
         ),
         name="paged_attention",
-    )(scalars, block_tables.reshape(-1), row_offset.reshape(1), scale.reshape(1), tiles, kv_pages)
+    )(scalars, block_tables.reshape(-1), row_offset.reshape(1), scale.reshape(1), tiles, *pool)
     return _rows(out, lse, q, seq_lens, cu_query_lens, sizes)
 
 
@@ -117,50 +112,32 @@ def _rows(out: Array, lse: Array, q: Array, seq_lens: Array, cu_query_lens: Arra
     return jnp.where(owned[:, None, None], out, 0), jnp.where(owned[:, None], lse, -jnp.inf)
 
 
-class _Scratch(NamedTuple):
-    """Memory of the kernel.
-
-    Attributes:
-      ring: [slots, block_keys, lanes] blocks of keys and values.
-      arrived: a DMA semaphore for each slot.
-      cursor: item and block that is copied next, blocks whose copies were started, blocks computed on.
-      acc: [num_kv_heads * rows, width] unnormalised output.
-      peak: [num_kv_heads * rows, LANES] running maximum of the logits, the same in all lanes.
-      total: [num_kv_heads * rows, LANES] running sum of the weights, spread over the lanes.
-    """
-
-    ring: Any
-    arrived: Any
-    cursor: Any
-    acc: Any
-    peak: Any
-    total: Any
-
-
-_NEXT_ITEM, _NEXT_BLOCK, _STARTED, _DONE = range(4)
-
-
 def _kernel(
-    scalars: Any, tables: Any, row_offset: Any, scale: Any, q: Any, pool: Any, out: Any, lse: Any, *scratch: Any,
-    sizes: Sizes, num_items: int, pages_per_seq: int, logit_soft_cap: float | None,
+    sizes: Sizes, num_items: int, pages_per_seq: int, soft_cap: float | None, quantised: bool,
+    scalars: Any, tables: Any, row_offset: Any, scale: Any, q: Any, *refs: Any,
 ) -> None:  # fmt: skip
-    memory = _Scratch(*scratch)
+    if quantised:
+        pool, pool_scales, out, lse, *kept, ring_scales, scales = refs
+        memory = Memory(pool, *kept)._replace(pool_scales=pool_scales, ring_scales=ring_scales, scales=scales)
+    else:
+        pool, out, lse, *kept = refs
+        memory = Memory(pool, *kept)
     count, window = (scalars[i] for i in range(_HEADER))
 
     def item(i: Array) -> work.Item:
         return work.Item(*(scalars[_HEADER + field * num_items + i] for field in range(work.NUM_FIELDS)))
 
-    blocks = _Blocks(sizes, item, count, row_offset[0], pages_per_seq, tables, pool, memory)
+    ring = Ring(sizes, item, count, row_offset[0], pages_per_seq, tables, memory)
     index = pl.program_id(0)
 
     @pl.when(index == 0)
-    def _() -> None:
-        blocks.begin()
+    def begin() -> None:
+        ring.begin()
 
     mine = item(index)
     narrow_start = mine.first_row // NARROW * NARROW
     fits_narrow = mine.end_row <= narrow_start + NARROW
-    attend = partial(_attend, sizes, mine, blocks, window, scale, logit_soft_cap, q, out, lse, memory)
+    attend = partial(_attend, sizes, mine, ring, window, scale, soft_cap, q, out, lse)
     if sizes.block_q <= NARROW:
         pl.when(index < count)(partial(attend, jnp.int32(0), sizes.block_q))
     else:
@@ -168,118 +145,12 @@ def _kernel(
         pl.when((index < count) & ~fits_narrow)(partial(attend, jnp.int32(0), sizes.block_q))
 
 
-class _Blocks(NamedTuple):
-    """Blocks of keys: which there are, and their copies. Block b of a sequence starts at key b * block_keys."""
-
-    sizes: Sizes
-    item: Any
-    count: Array
-    row_offset: Array
-    pages_per_seq: int
-    tables: Any
-    pool: Any
-    memory: _Scratch
-
-    def span(self, item: work.Item) -> tuple[Array, Array]:
-        """The item's blocks: first, and past the last."""
-        per_block = self.sizes.pages_per_block
-        return item.first_page // per_block, (item.end_page + per_block - 1) // per_block
-
-    def pages(self, item: work.Item, block: Array) -> tuple[Array, Array]:
-        """The block's pages that are read, relative to its first: from, up to."""
-        first = block * self.sizes.pages_per_block
-        return jnp.maximum(item.first_page - first, 0), jnp.minimum(item.end_page - first, self.sizes.pages_per_block)
-
-    def page(self, slot: Array, page: Array) -> Any:
-        """Where page `page` of a block lies in the ring."""
-        rows = pl.ds(pl.multiple_of(page * self.sizes.page_size, self.sizes.page_size), self.sizes.page_size)
-        return self.memory.ring.at[slot, rows]
-
-    def when_whole(self, first: Array, end: Array, whole: Callable[[], None], partly: Callable[[], None]) -> None:
-        """Runs `whole` if all pages of a block are read, which is the common case, or else `partly`."""
-        is_whole = (first == 0) & (end == self.sizes.pages_per_block)
-        pl.when(is_whole)(whole)
-        pl.when(~is_whole)(partly)
-
-    def begin(self) -> None:
-        """Starts the copies of the launch's first blocks."""
-        cursor = self.memory.cursor
-        cursor[_NEXT_ITEM] = jnp.int32(0)
-        cursor[_NEXT_BLOCK] = self.span(self.item(jnp.int32(0)))[0]
-        cursor[_STARTED] = jnp.int32(0)
-        cursor[_DONE] = jnp.int32(0)
-        lax.fori_loop(0, self.sizes.slots - 1, lambda _, carry: self.start_next() or carry, None)
-
-    def start_next(self) -> None:
-        """Starts the copies of the next block, if there is one, and moves the cursor past it."""
-        cursor = self.memory.cursor
-        index, block = cursor[_NEXT_ITEM], cursor[_NEXT_BLOCK]
-
-        @pl.when(index < self.count)
-        def _() -> None:
-            item = self.item(index)
-            slot = lax.rem(cursor[_STARTED], jnp.int32(self.sizes.slots))
-            first, end = self.pages(item, block)
-            column = item.seq * self.pages_per_seq + block * self.sizes.pages_per_block
-
-            def start(page: Any, _: None) -> None:
-                row = jnp.clip(self.tables[column + page] + self.row_offset, 0, self.pool.shape[0] - 1)
-                pltpu.make_async_copy(self.pool.at[row], self.page(slot, page), self.memory.arrived.at[slot]).start()
-
-            self.when_whole(
-                first,
-                end,
-                lambda: [start(jnp.int32(page), None) for page in range(self.sizes.pages_per_block)] and None,
-                lambda: lax.fori_loop(first, end, start, None),
-            )
-            cursor[_STARTED] += 1
-            is_last = block + 1 >= self.span(item)[1]
-            following = jnp.minimum(index + 1, self.count - 1)
-            cursor[_NEXT_ITEM] = jnp.where(is_last, index + 1, index)
-            cursor[_NEXT_BLOCK] = jnp.where(is_last, self.span(self.item(following))[0], block + 1)
-
-    def wait(self, item: work.Item, block: Array) -> Array:
-        """Waits for the oldest block, which is this one, and returns its slot; unowned slots of it are zeros then."""
-        slot = lax.rem(self.memory.cursor[_DONE], jnp.int32(self.sizes.slots))
-        first, end = self.pages(item, block)
-
-        def wait(page: Array, _: None) -> None:
-            pltpu.make_async_copy(self.pool.at[0], self.page(slot, page), self.memory.arrived.at[slot]).wait()
-
-        def wait_for_whole() -> None:
-            block = self.memory.ring.at[slot]
-            pltpu.make_async_copy(block, block, self.memory.arrived.at[slot]).wait()
-
-        def clear(page: Array, _: None) -> None:
-            ref = self.page(slot, page)
-            ref[...] = jnp.zeros(ref.shape, ref.dtype)
-
-        def wait_for_pages() -> None:
-            lax.fori_loop(first, end, wait, None)
-            lax.fori_loop(0, first, clear, None)
-            lax.fori_loop(end, self.sizes.pages_per_block, clear, None)
-
-        self.when_whole(first, end, wait_for_whole, wait_for_pages)
-
-        length = item.position + item.end_row - block * self.sizes.block_keys  # keys of the block up to the last seen
-        last_page = end - 1
-
-        @pl.when(length < end * self.sizes.page_size)
-        def _() -> None:
-            ref = self.page(slot, last_page)
-            key = last_page * self.sizes.page_size + lax.broadcasted_iota(jnp.int32, ref.shape, 0)
-            # Through float32: not every chip selects 16-bit values.
-            ref[...] = jnp.where(key < length, ref[...].astype(jnp.float32), 0.0).astype(ref.dtype)
-
-        return slot
-
-
 def _attend(
-    sizes: Sizes, item: work.Item, blocks: _Blocks, window: Array, scale: Any, soft_cap: float | None, q: Any, out: Any,
-    lse: Any, memory: _Scratch, start: Array, span: int,
+    sizes: Sizes, item: work.Item, ring: Ring, window: Array, scale: Any, soft_cap: float | None, q: Any, out: Any,
+    lse: Any, start: Array, span: int,
 ) -> None:  # fmt: skip
     """One item, computed on the tile's tokens `start .. start + span - 1`."""
-    heads, whole = sizes.num_kv_heads, span == sizes.block_q
+    heads, whole, memory = sizes.num_kv_heads, span == sizes.block_q, ring.memory
     rows = sizes.rows if whole else sizes.group * span
     aligned = start if whole else pl.multiple_of(start, span)
 
@@ -301,8 +172,9 @@ def _attend(
     chunk_rows = at_once * rows
 
     def step(block: Array, _: None) -> None:
-        blocks.start_next()
-        slot = blocks.wait(item, block)
+        ring.start_next()
+        slot = ring.wait(item, block)
+        owned = ring.owned(item, block)
         # How far a row of the tile lies behind a key of the block, less what differs between rows and keys.
         behind = item.position + start - block * sizes.block_keys
 
@@ -312,8 +184,8 @@ def _attend(
             shape = (chunk_rows, sizes.block_keys)
             row = lax.broadcasted_iota(jnp.int32, shape, 0) & (span - 1)
             distance = behind + (row - lax.broadcasted_iota(jnp.int32, shape, 1))
-            logits = [_times_keys(queries(head), _key(memory.ring, slot, head, sizes)) for head in chunk_heads]
-            logits = jnp.concatenate(logits, axis=0) * scale[0]
+            by_head = [_times_keys(queries(head), memory, slot, head, sizes) for head in chunk_heads]
+            logits = jnp.concatenate(by_head, axis=0) * scale[0]
             if soft_cap is not None:
                 logits = soft_cap * jnp.tanh(logits / soft_cap)
             logits = jnp.where((distance >= 0) & (distance < window), logits, -jnp.inf)
@@ -326,15 +198,15 @@ def _attend(
             by_lane = [weights[:, lane : lane + LANES] for lane in range(0, sizes.block_keys, LANES)]
             memory.total[of_chunk] = memory.total[of_chunk] * decay + sum(by_lane[1:], by_lane[0])
             values = [
-                _times_values(weights[i * rows : (i + 1) * rows], _value(memory.ring, slot, head, sizes))
+                _times_values(weights[i * rows : (i + 1) * rows], memory, slot, head, sizes, q.dtype, owned)
                 for i, head in enumerate(chunk_heads)
             ]
             memory.acc[of_chunk] = memory.acc[of_chunk] * _across(decay, sizes.width) + jnp.concatenate(values, axis=0)
 
         _for_each(heads // at_once, attend_heads)
-        memory.cursor[_DONE] += 1
+        memory.cursor[DONE] += 1
 
-    first_block, end_block = blocks.span(item)
+    first_block, end_block = ring.span(item)
     lax.fori_loop(first_block, end_block, step, None)
 
     lane = lax.broadcasted_iota(jnp.int32, (rows, sizes.lse_lanes), 1)
@@ -367,14 +239,45 @@ def _for_each(count: int, body: Callable[[Any], None]) -> None:
         lax.fori_loop(0, count, lambda i, _: body(i), None)
 
 
-def _key(ring: Any, slot: Array, head: Any, sizes: Sizes) -> Array:
-    """The lanes to take with the queries: the key, and at head_dim 64 the value too, against zeros in q."""
-    return ring[slot, :, _window(head * 2 * sizes.head_dim, sizes.width)]
+def _times_keys(q: Array, memory: Memory, slot: Array, head: Any, sizes: Sizes) -> Array:
+    """q[rows, width] times a head's keys, [rows, block_keys] in float32; exact products if both are bfloat16.
+
+    At head_dim 64 the lanes hold the value too, and q zeros against it.
+    """
+    k = memory.ring[slot, :, _window(head * 2 * sizes.head_dim, sizes.width)]
+    if memory.scales is not None:
+        k = k.astype(jnp.float32).astype(q.dtype)  # codes are exact in bfloat16
+    dims = (((1,), (1,)), ((), ()))
+    if q.dtype == k.dtype == jnp.bfloat16:
+        logits = lax.dot_general(q, k, dims, preferred_element_type=jnp.float32)
+    else:
+        q, k = q.astype(jnp.float32), k.astype(jnp.float32)
+        logits = lax.dot_general(q, k, dims, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    return logits if memory.scales is None else logits * memory.scales[pl.ds(2 * head, 1), :]
 
 
-def _value(ring: Any, slot: Array, head: Any, sizes: Sizes) -> Array:
-    """The lanes to take with the weights: the value, and at head_dim 64 the key before it."""
-    return ring[slot, :, _window((head + 1) * 2 * sizes.head_dim - sizes.width, sizes.width)]
+def _times_values(
+    weights: Array, memory: Memory, slot: Array, head: Any, sizes: Sizes, dtype: Any, owned: tuple[Array, Array]
+) -> Array:
+    """weights[rows, block_keys] (float32) times a head's values, [rows, width] in float32.
+
+    Against bfloat16 the weights are cut into two bfloat16 summands, which are rows of one product: the first 8
+    significant bits, and the rest rounded to 8, so that a weight is off by at most 2**-17 of itself.
+
+    At head_dim 64 the lanes hold the key too, before the value.
+    """
+    v = memory.ring[slot, :, _window((head + 1) * 2 * sizes.head_dim - sizes.width, sizes.width)]
+    if memory.scales is not None:
+        weights = weights * memory.scales[pl.ds(2 * head + 1, 1), :]
+        key = lax.broadcasted_iota(jnp.int32, v.shape, 0)
+        v = jnp.where((key >= owned[0]) & (key < owned[1]), v.astype(jnp.float32), 0.0).astype(dtype)
+    if v.dtype == jnp.float32:
+        return jnp.dot(weights, v, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    bits = lax.bitcast_convert_type(weights, jnp.int32) & jnp.int32(-(2**16))
+    high = lax.bitcast_convert_type(bits, jnp.float32)
+    halves = jnp.concatenate([high.astype(v.dtype), (weights - high).astype(v.dtype)], axis=0)
+    product = jnp.dot(halves, v, preferred_element_type=jnp.float32)
+    return product[: weights.shape[0]] + product[weights.shape[0] :]
 
 
 def _window(start: Any, size: int) -> Any:
@@ -384,31 +287,6 @@ def _window(start: Any, size: int) -> Any:
         if isinstance(start, int)
         else pl.ds(pl.multiple_of(start, math.gcd(size, LANES)), size)
     )
-
-
-def _times_keys(q: Array, k: Array) -> Array:
-    """q[rows, width] k[keys, width]^T in float32; exact products if both are bfloat16."""
-    if q.dtype == k.dtype == jnp.bfloat16:
-        return lax.dot_general(q, k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    return lax.dot_general(
-        q.astype(jnp.float32), k.astype(jnp.float32), (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )  # fmt: skip
-
-
-def _times_values(weights: Array, v: Array) -> Array:
-    """weights[rows, keys] (float32) v[keys, width] in float32.
-
-    Against a bfloat16 v the weights are cut into two bfloat16 summands, which are rows of one product: the first 8
-    significant bits, and the rest rounded to 8, so that a weight is off by at most 2**-17 of itself.
-    """
-    if v.dtype == jnp.float32:
-        return jnp.dot(weights, v, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-    bits = lax.bitcast_convert_type(weights, jnp.int32) & jnp.int32(-(2**16))
-    high = lax.bitcast_convert_type(bits, jnp.float32)
-    halves = jnp.concatenate([high.astype(v.dtype), (weights - high).astype(v.dtype)], axis=0)
-    product = jnp.dot(halves, v, preferred_element_type=jnp.float32)
-    return product[: weights.shape[0]] + product[weights.shape[0] :]
 
 
 def _across(x: Array, width: int) -> Array:

@@ -115,6 +115,10 @@ def _vmem_bytes(sizes: Sizes, query_bytes: int, pool_bytes: int) -> int:
     queries_and_output = 2 * 2 * rows * sizes.width * query_bytes  # double-buffered by the pipeline
     lse = 2 * sizes.rows * sizes.lse_lanes * 4
     ring = sizes.slots * sizes.block_keys * sizes.lanes * pool_bytes
+    if pool_bytes == 1:
+        num_scales = round_up(2 * sizes.num_kv_heads, 8)
+        padded = round_up(sizes.page_size, LANES)
+        ring += num_scales * (sizes.slots * sizes.pages_per_block * padded + sizes.block_keys) * 4
     accumulators = rows * (sizes.width + 2 * LANES) * 4
     at_once = sizes.heads_at_once(sizes.rows) * sizes.rows
     # Logits, mask, weights and their halves, products; and a head's keys and values, split into bfloat16 parts.

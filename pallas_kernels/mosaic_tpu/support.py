@@ -14,18 +14,17 @@ SCALAR_BYTES: Final = 768 * 2**10
 """Of the 1 MiB of scalar memory that every chip since v4 has."""
 
 DTYPES: Final = ("float32", "bfloat16")
+POOL_DTYPES: Final = (*DTYPES, "int8", "float8_e4m3fn")
 HEAD_DIMS: Final = (64, 128, 256)
 PAGE_SIZES: Final = (8, 16, 32, 64, 128)
 
 
-def check(
-    q: Array, kv_pages: Array, block_tables: Array, kv_scales: Array | None, *, num_kv_heads: int, max_query_len: int
-) -> None:
+def check(q: Array, kv_pages: Array, block_tables: Array, *, num_kv_heads: int, max_query_len: int) -> None:
     """Checks arguments that fit together already.
 
     Raises:
       ValueError: a dtype or a size is none of those supported.
-      NotImplementedError: the platform is not, or `kv_scales` is given.
+      NotImplementedError: the platform is not.
     """
     num_tokens, num_heads, head_dim = q.shape
     page_size = kv_pages.shape[1]
@@ -34,11 +33,9 @@ def check(
         raise NotImplementedError(
             _message("the platform", target.platform(), "tpu, or any inside pltpu.force_tpu_interpret_mode()")
         )
-    if kv_scales is not None:
-        raise NotImplementedError(_message("kv_scales", "an array", "None: floating-point pools"))
     for name, got, supported, remedy in (
         ("q's dtype", q.dtype.name, DTYPES, ""),
-        ("kv_pages' dtype", kv_pages.dtype.name, DTYPES, ""),
+        ("kv_pages' dtype", kv_pages.dtype.name, POOL_DTYPES, ""),
         ("head_dim", head_dim, HEAD_DIMS, " (pad smaller ones: KVLayout.padded_head_dim)"),
         ("page_size", page_size, PAGE_SIZES, ""),
     ):
