@@ -17,6 +17,8 @@ DTYPES: Final = ("float32", "bfloat16")
 POOL_DTYPES: Final = (*DTYPES, "int8", "float8_e4m3fn")
 HEAD_DIMS: Final = (64, 128, 256)
 PAGE_SIZES: Final = (8, 16, 32, 64, 128)
+QUANTISED_PAGE_SIZES: Final = (128,)
+"""XLA lays kv_scales out row by row only if a page fills the lanes; otherwise every call would copy all of it."""
 
 
 def check(q: Array, kv_pages: Array, block_tables: Array, *, num_kv_heads: int, max_query_len: int) -> None:
@@ -33,11 +35,17 @@ def check(q: Array, kv_pages: Array, block_tables: Array, *, num_kv_heads: int, 
         raise NotImplementedError(
             _message("the platform", target.platform(), "tpu, or any inside pltpu.force_tpu_interpret_mode()")
         )
+    quantised = kv_pages.dtype.itemsize == 1
     for name, got, supported, remedy in (
         ("q's dtype", q.dtype.name, DTYPES, ""),
         ("kv_pages' dtype", kv_pages.dtype.name, POOL_DTYPES, ""),
         ("head_dim", head_dim, HEAD_DIMS, " (pad smaller ones: KVLayout.padded_head_dim)"),
-        ("page_size", page_size, PAGE_SIZES, ""),
+        (
+            "page_size",
+            page_size,
+            QUANTISED_PAGE_SIZES if quantised else PAGE_SIZES,
+            " (of a quantised pool)" * quantised,
+        ),
     ):
         if got not in supported:
             raise ValueError(_message(name, got, ", ".join(map(str, supported)) + remedy))
