@@ -78,13 +78,13 @@ def test_what_is_supported_traces(dtype: Any) -> None:
 def test_work_items_are_what_sequences_have_in_tiles(seed: int) -> None:
     """Against plain Python, over random batches: every token of a live sequence in one item, the bound respected."""
     rng = np.random.default_rng(seed)
-    num_seqs, block_q, page_size = int(rng.integers(1, 9)), int(rng.choice([1, 16, 32])), int(rng.choice([8, 16]))
+    num_seqs, num_tokens = 6, 6 * 60 + 3  # one shape, so that the operations compile once
+    block_q, page_size = int(rng.choice([1, 32])), 16
     longest = 1 if block_q == 1 else 60
     query_lens = rng.integers(0, longest + 1, num_seqs)
     seq_lens = np.where(rng.random(num_seqs) < 0.3, 0, query_lens + rng.integers(0, 100, num_seqs))
     window = int(rng.choice([1, 20, 2**31 - 1]))
     ends = np.cumsum(query_lens)
-    num_tokens = int(ends[-1]) + int(rng.integers(1, 5))
 
     expected = []
     for s in range(num_seqs):
@@ -113,7 +113,7 @@ def test_work_items_are_what_sequences_have_in_tiles(seed: int) -> None:
 
 
 @pytest.mark.parametrize("budget", [12, 96])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (9, 3, 64), (40, 10, 128), (32, 32, 128)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (9, 3, 64), (40, 10, 128)])
 def test_sizes_fit_the_budget_and_fill_the_memory_pipe(budget: int, heads: int, kv_heads: int, head_dim: int) -> None:
     for dtype in ("float32", "bfloat16"):
         for longest in (1, 4096):
