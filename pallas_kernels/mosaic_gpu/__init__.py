@@ -1,0 +1,128 @@
+"""Paged attention for NVIDIA GPUs in Pallas Mosaic GPU; see docs/kernels_gpu.md.
+
+`check` and `supports` cost nothing to import: the kernels, and Pallas with them, are imported when first traced.
+"""
+
+from typing import Final
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+HEAD_DIMS: Final = (64, 128, 256)
+PAGE_SIZES: Final = (8, 16, 32, 64, 128)
+MAX_GROUP: Final = 16
+_DTYPES: Final = ("bfloat16", "float16")
+_SMALL_SHARED_MEMORY: Final = ((8, 9), (12, 0))  # capabilities whose blocks cannot hold two tiles of head_dim 256
+
+
+def check(q: Array, kv_pages: Array, num_kv_heads: int, kv_scales: Array | None) -> None:
+    """Raises unless the kernels can take the arguments on the GPU that is compiled for.
+
+    Raises:
+      ValueError: a dtype or a shape is none of those supported.
+      NotImplementedError: the platform or the chip is none of those supported, or `kv_scales` is given.
+    """
+    problem = _unsupported_chip(q.shape[-1])
+    if problem is not None:
+        raise NotImplementedError(problem)
+    if kv_scales is not None:
+        raise NotImplementedError(_message("kv_scales", "an array", "None: floating-point pools"))
+    for name, array in (("q", q), ("kv_pages", kv_pages)):
+        if array.dtype.name not in _DTYPES:
+            raise ValueError(_message(f"{name}'s dtype", array.dtype, " or ".join(_DTYPES)))
+    if q.dtype != kv_pages.dtype:
+        raise ValueError(_message("q's dtype", q.dtype, f"that of kv_pages, {kv_pages.dtype}"))
+    group = q.shape[1] // num_kv_heads
+    for name, got, allowed in (
+        ("head_dim", q.shape[2], HEAD_DIMS),
+        ("page_size", kv_pages.shape[1], PAGE_SIZES),
+        ("num_heads / num_kv_heads", group, range(1, MAX_GROUP + 1)),
+    ):
+        if got not in allowed:
+            remedy = " (pad smaller ones: KVLayout.padded_head_dim)" if name == "head_dim" else ""
+            choices = f"1 to {MAX_GROUP}" if isinstance(allowed, range) else ", ".join(map(str, allowed))
+            raise ValueError(_message(name, got, choices + remedy))
+
+
+def supports(q: Array, kv_pages: Array, num_kv_heads: int, kv_scales: Array | None) -> bool:
+    """Whether `check` would pass."""
+    try:
+        check(q, kv_pages, num_kv_heads, kv_scales)
+    except (ValueError, NotImplementedError):
+        return False
+    return True
+
+
+def paged_attention(
+    q: Array,
+    kv_pages: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    cu_query_lens: Array,
+    row_offset: Array,
+    scale: Array,
+    window: Array,
+    kv_scales: Array | None = None,
+    *,
+    num_kv_heads: int,
+    max_query_len: int,
+    logit_soft_cap: float | None,
+) -> tuple[Array, Array]:
+    """See `pallas_kernels.api.paged_attention`; returns (out, lse).
+
+    Sequences of one query go through the decode kernel, longer ones through the prefill kernel, which is launched only
+    when `max_query_len` allows any.
+    """
+    from pallas_kernels.mosaic_gpu.decode import decode
+
+    assert kv_scales is None, "check() refuses quantised pools"
+    num_tokens = q.shape[0]
+    num_seqs = seq_lens.shape[0]
+    query_lens = cu_query_lens[1:] - cu_query_lens[:-1]
+    decodes = query_lens == 1
+
+    # The queries by sequence, and back. Sequences of another query length get one too, and length 0.
+    row = jnp.minimum(cu_query_lens[:-1], num_tokens - 1)
+    out, lse = decode(
+        q[row],
+        kv_pages,
+        block_tables,
+        jnp.where(decodes, seq_lens, 0),
+        row_offset,
+        scale,
+        window,
+        num_kv_heads=num_kv_heads,
+        logit_soft_cap=logit_soft_cap,
+    )
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    seq = (token[:, None] >= cu_query_lens[1:]).sum(axis=-1, dtype=jnp.int32)
+    is_decode = (seq < num_seqs) & decodes[jnp.minimum(seq, num_seqs - 1)]
+    seq = jnp.minimum(seq, num_seqs - 1)
+    out = jnp.where(is_decode[:, None, None], out[seq], 0.0).astype(q.dtype)
+    lse = jnp.where(is_decode[:, None], lse[seq], -jnp.inf)
+    return out, lse
+
+
+def _unsupported_chip(head_dim: int) -> str | None:
+    from pallas_kernels.mosaic_gpu import target
+
+    if target.interpreting():
+        return None
+    capability = target.capability()
+    chips = ", ".join(f"sm_{major}{minor}" for major, minor in target.CAPABILITIES)
+    if capability is None:
+        return _message("the platform", repr(jax.default_backend()), f"an NVIDIA GPU ({chips})")
+    chip = f"sm_{capability[0]}{capability[1]}"
+    if capability not in target.CAPABILITIES:
+        return _message("the chip", chip, chips)
+    if head_dim == 256 and capability in _SMALL_SHARED_MEMORY:
+        return _message("head_dim", f"256 on {chip}", "64, 128 there (a block has too little shared memory)")
+    return None
+
+
+def _message(name: str, got: object, supported: str) -> str:
+    return (
+        f"implementation 'mosaic_gpu': {name} is {got}, supported is {supported}; implementation='xla' takes every "
+        "argument on every platform"
+    )

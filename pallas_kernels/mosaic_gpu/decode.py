@@ -1,0 +1,161 @@
+"""Decode: one query a sequence; a block of one warpgroup for each (sequence, split, KV head).
+
+A block streams its split of the sequence's keys through a ring of shared-memory stages and keeps an online softmax in
+float32 (Milakov and Gimelshein 2018, algorithm 3); XLA combines the splits. The products are transposed, S^T = K Q^T
+and O^T = V^T P^T, so that keys and then head_dim lie on the tensor core's long axis and the query group, padded to a
+multiple of 8, on its short one.
+"""
+
+from typing import Any, Final
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.mosaic_gpu import compat, softmax, target
+from pallas_kernels.mosaic_gpu.ring import Ring
+
+_BLOCKS_PER_SM: Final = 6  # two at once, so three waves even out unequal lengths
+_MIN_SPLIT_KEYS: Final = 256  # fewer keys do not pay for a split
+
+
+def num_splits(num_sms: int, num_blocks: int, max_keys: int) -> int:
+    """Splits of a sequence: enough blocks to fill the GPU, none shorter than `_MIN_SPLIT_KEYS` at full length."""
+    return max(1, min(-(-num_sms * _BLOCKS_PER_SM // num_blocks), -(-max_keys // _MIN_SPLIT_KEYS)))
+
+
+def decode(
+    q: Array,
+    kv_pages: Array,
+    block_tables: Array,
+    lengths: Array,
+    row_offset: Array,
+    scale: Array,
+    window: Array,
+    *,
+    num_kv_heads: int,
+    logit_soft_cap: float | None,
+) -> tuple[Array, Array]:
+    """Attention of one query a sequence, the last position's: q[num_seqs, num_heads, head_dim].
+
+    Sequences of length 0 give zeros (lse -inf), whatever their query and table hold. Returns (out float32, lse).
+    """
+    num_seqs, num_heads, head_dim = q.shape
+    group = num_heads // num_kv_heads
+    gpu = target.current()
+    ring = Ring(gpu, kv_pages.shape[1], head_dim, kv_pages.dtype)
+    columns = -(-group // 8) * 8
+    splits = num_splits(gpu.num_sms, num_seqs * num_kv_heads, block_tables.shape[1] * ring.page_size)
+    q = q.reshape(num_seqs, num_kv_heads, group, head_dim)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, columns - group), (0, 0)))
+
+    shape = (num_seqs, splits, num_kv_heads)
+    partials = [(*shape, head_dim, columns), (*shape, columns), (*shape, columns)]
+    acc, peak, total = plgpu.kernel(
+        lambda *refs, **scratch: _body(ring, splits, logit_soft_cap, *refs, **scratch),
+        out_type=[jax.ShapeDtypeStruct(partial, jnp.float32) for partial in partials],
+        scratch_types={**ring.scratch(), "weights": plgpu.SMEM((ring.keys, columns), kv_pages.dtype)},
+        grid=shape,
+        grid_names=("seq", "split", "head"),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(q, kv_pages, block_tables, lengths, row_offset.reshape(1), scale.reshape(1), window.reshape(1))
+
+    out, lse = softmax.combine(acc, peak[:, :, :, None], total[:, :, :, None], axis=1)
+    out = out.swapaxes(2, 3)[:, :, :group].reshape(q_shape := (num_seqs, num_heads, head_dim))
+    return out, lse[:, :, 0, :group].reshape(q_shape[:2])
+
+
+def _body(
+    ring: Ring,
+    splits: int,
+    soft_cap: float | None,
+    q: Any,
+    kv_pages: Any,
+    block_tables: Any,
+    lengths: Any,
+    row_offset: Any,
+    scale: Any,
+    window: Any,
+    acc_out: Any,
+    peak_out: Any,
+    total_out: Any,
+    **scratch: Any,
+) -> None:
+    seq, split, head = (lax.axis_index(name) for name in ("seq", "split", "head"))
+    columns, head_dim = q.shape[-2:]
+    length, offset = lengths[seq], row_offset[0]
+    to_log2 = softmax.log2_logits(scale[0], soft_cap)
+    first_visible = jnp.maximum(length - window[0], 0)
+    last_page = jnp.maximum(length - 1, 0) // ring.page_size
+
+    # The split's tiles, counted from the first copy that holds a visible key.
+    first_key = first_visible // ring.copy_keys * ring.copy_keys
+    tiles = (length - first_key + ring.keys - 1) // ring.keys
+    tiles_per_split = jnp.maximum((tiles + splits - 1) // splits, _MIN_SPLIT_KEYS // ring.keys)
+    skipped = jnp.minimum(split * tiles_per_split, tiles)
+    count = jnp.minimum(tiles_per_split, tiles - skipped)
+    first_key = first_key + skipped * ring.keys
+
+    def rows_of(tile: Any) -> tuple[Any, ...]:
+        """The pool's rows of a tile. Past the end the last page stands in: its keys are masked."""
+        pages = [(first_key + tile * ring.keys + i * ring.copy_keys) // ring.page_size for i in range(ring.copies)]
+        rows = [block_tables[seq, jnp.minimum(page, last_page)] + offset for page in pages]
+        return tuple(jnp.clip(row, 0, kv_pages.shape[0] - 1) for row in rows)
+
+    def start(tile: Any, rows: tuple[Any, ...]) -> None:
+        stage = lax.rem(tile, jnp.int32(ring.stages))
+
+        def issue() -> None:
+            ring.start(scratch, kv_pages, rows, first_key + tile * ring.keys, head, stage)
+
+        if ring.target.has_tma:
+            pl.when(tile < count)(issue)
+        else:
+            issue()  # waits count copies, so that there must be as many for every tile
+
+    for tile in range(ring.stages - 1):
+        start(jnp.int32(tile), rows_of(tile))
+    queries = plgpu.load(q.at[seq, head].T, optimized=False)
+
+    def step(tile: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        acc, peak, total, rows = carry
+        stage = lax.rem(tile, jnp.int32(ring.stages))
+        ring.wait(scratch, stage)
+        ring.release()
+        start(tile + ring.stages - 1, rows)
+        rows_after = rows_of(tile + ring.stages)  # a step early: the table's latency hides behind this tile
+
+        key = first_key + tile * ring.keys
+        position = key + lax.broadcasted_iota(jnp.int32, (ring.keys, columns), 0)
+        visible = (position >= first_visible) & (position < length)
+        keys = plgpu.load(scratch["buffer"].at[stage, :, pl.ds(0, head_dim)])
+        logits = to_log2(plgpu.mma(jnp.zeros((ring.keys, columns), jnp.float32), keys, queries))
+        logits = jnp.where(visible, logits, softmax.FLOOR)
+        new_peak = jnp.maximum(peak, logits.max(axis=0))
+        weights = jnp.exp2(logits - lax.broadcast_in_dim(new_peak, logits.shape, [1]))
+        weights = jnp.where(visible, weights, 0.0)
+        decay = jnp.exp2(peak - new_peak)
+        total = total * decay + weights.sum(axis=0)
+
+        scratch["weights"][...] = weights.astype(ring.dtype)
+        values = plgpu.load(scratch["buffer"].at[stage, :, pl.ds(head_dim, head_dim)].T)
+        position = key + lax.broadcasted_iota(jnp.int32, (head_dim, ring.keys), 1)
+        values = jnp.where(position < length, values, jnp.zeros_like(values))  # 0 x NaN is NaN
+        acc = acc * lax.broadcast_in_dim(decay, acc.shape, [1])
+        acc = plgpu.mma(acc, values, plgpu.load(scratch["weights"]))
+        return acc, new_peak, total, rows_after
+
+    nothing = (
+        jnp.zeros((head_dim, columns), jnp.float32),
+        jnp.full((columns,), softmax.FLOOR, jnp.float32),
+        jnp.zeros((columns,), jnp.float32),
+        rows_of(ring.stages - 1),
+    )
+    acc, peak, total, _ = lax.fori_loop(0, count, step, nothing)
+    if not ring.target.has_tma:
+        plgpu.wait_gmem_to_smem(0)
+    compat.store(acc_out.at[seq, split, head], acc)
+    compat.store(peak_out.at[seq, split, head], peak)
+    compat.store(total_out.at[seq, split, head], total)
