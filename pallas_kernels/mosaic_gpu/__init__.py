@@ -75,33 +75,33 @@ def paged_attention(
     when `max_query_len` allows any.
     """
     from pallas_kernels.mosaic_gpu.decode import decode
+    from pallas_kernels.mosaic_gpu.prefill import prefill
 
     assert kv_scales is None, "check() refuses quantised pools"
-    num_tokens = q.shape[0]
-    num_seqs = seq_lens.shape[0]
+    num_tokens, num_seqs = q.shape[0], seq_lens.shape[0]
     query_lens = cu_query_lens[1:] - cu_query_lens[:-1]
-    decodes = query_lens == 1
-
-    # The queries by sequence, and back. Sequences of another query length get one too, and length 0.
-    row = jnp.minimum(cu_query_lens[:-1], num_tokens - 1)
-    out, lse = decode(
-        q[row],
-        kv_pages,
-        block_tables,
-        jnp.where(decodes, seq_lens, 0),
-        row_offset,
-        scale,
-        window,
-        num_kv_heads=num_kv_heads,
-        logit_soft_cap=logit_soft_cap,
-    )
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    seq = (token[:, None] >= cu_query_lens[1:]).sum(axis=-1, dtype=jnp.int32)
-    is_decode = (seq < num_seqs) & decodes[jnp.minimum(seq, num_seqs - 1)]
+    seq = (token[:, None] >= cu_query_lens[1:]).sum(axis=1, dtype=jnp.int32)
+    is_query = seq < num_seqs
     seq = jnp.minimum(seq, num_seqs - 1)
-    out = jnp.where(is_decode[:, None, None], out[seq], 0.0).astype(q.dtype)
-    lse = jnp.where(is_decode[:, None], lse[seq], -jnp.inf)
-    return out, lse
+
+    # One query a sequence, its last one, whatever its number; length 0 where that is not one.
+    out, lse = decode(
+        q[jnp.clip(cu_query_lens[1:] - 1, 0, num_tokens - 1)],
+        kv_pages, block_tables, jnp.where(query_lens == 1, seq_lens, 0), row_offset, scale, window,
+        num_kv_heads=num_kv_heads, logit_soft_cap=logit_soft_cap,
+    )  # fmt: skip
+    out, lse = out[seq].astype(q.dtype), lse[seq]
+    if max_query_len > 1 and num_tokens > 1:
+        prefill_lens = jnp.where((query_lens > 1) & (seq_lens > 0), query_lens, 0)
+        chunks, chunks_lse = prefill(
+            q, kv_pages, block_tables, seq_lens, cu_query_lens, prefill_lens, row_offset, scale, window,
+            num_kv_heads=num_kv_heads, logit_soft_cap=logit_soft_cap,
+        )  # fmt: skip
+        in_chunk = prefill_lens[seq] > 0
+        out = jnp.where(in_chunk[:, None, None], chunks, out)
+        lse = jnp.where(in_chunk[:, None], chunks_lse, lse)
+    return jnp.where(is_query[:, None, None], out, jnp.zeros((), q.dtype)), jnp.where(is_query[:, None], lse, -jnp.inf)
 
 
 def _unsupported_chip(head_dim: int) -> str | None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.mosaic_gpu import compat, softmax, target
-from pallas_kernels.mosaic_gpu.ring import Ring
+from pallas_kernels.mosaic_gpu.ring import Ring, Stream
 
 _BLOCKS_PER_SM: Final = 6  # two at once, so three waves even out unequal lengths
 _MIN_SPLIT_KEYS: Final = 256  # fewer keys do not pay for a split
@@ -85,11 +85,9 @@ def _body(
 ) -> None:
     seq, split, head = (lax.axis_index(name) for name in ("seq", "split", "head"))
     columns, head_dim = q.shape[-2:]
-    length, offset = lengths[seq], row_offset[0]
+    length = lengths[seq]
     to_log2 = softmax.log2_logits(scale[0], soft_cap)
     first_visible = jnp.maximum(length - window[0], 0)
-    last_page = jnp.maximum(length - 1, 0) // ring.page_size
-
     # The split's tiles, counted from the first copy that holds a visible key.
     first_key = first_visible // ring.copy_keys * ring.copy_keys
     tiles = (length - first_key + ring.keys - 1) // ring.keys
@@ -98,39 +96,17 @@ def _body(
     count = jnp.minimum(tiles_per_split, tiles - skipped)
     first_key = first_key + skipped * ring.keys
 
-    def rows_of(tile: Any) -> tuple[Any, ...]:
-        """The pool's rows of a tile. Past the end the last page stands in: its keys are masked."""
-        pages = [(first_key + tile * ring.keys + i * ring.copy_keys) // ring.page_size for i in range(ring.copies)]
-        rows = [block_tables[seq, jnp.minimum(page, last_page)] + offset for page in pages]
-        return tuple(jnp.clip(row, 0, kv_pages.shape[0] - 1) for row in rows)
-
-    def start(tile: Any, rows: tuple[Any, ...]) -> None:
-        stage = lax.rem(tile, jnp.int32(ring.stages))
-
-        def issue() -> None:
-            ring.start(scratch, kv_pages, rows, first_key + tile * ring.keys, head, stage)
-
-        if ring.target.has_tma:
-            pl.when(tile < count)(issue)
-        else:
-            issue()  # waits count copies, so that there must be as many for every tile
-
-    for tile in range(ring.stages - 1):
-        start(jnp.int32(tile), rows_of(tile))
+    stream = Stream(
+        ring, scratch, kv_pages, block_tables, row_offset[0], seq, head, first_key, count,
+        last_page=jnp.maximum(length - 1, 0) // ring.page_size,
+    )  # fmt: skip
     queries = plgpu.load(q.at[seq, head].T, optimized=False)
 
-    def step(tile: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        acc, peak, total, rows = carry
-        stage = lax.rem(tile, jnp.int32(ring.stages))
-        ring.wait(scratch, stage)
-        ring.release()
-        start(tile + ring.stages - 1, rows)
-        rows_after = rows_of(tile + ring.stages)  # a step early: the table's latency hides behind this tile
-
-        key = first_key + tile * ring.keys
-        position = key + lax.broadcasted_iota(jnp.int32, (ring.keys, columns), 0)
+    def step(tile: Any, first_key: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        acc, peak, total = carry
+        position = first_key + lax.broadcasted_iota(jnp.int32, (ring.keys, columns), 0)
         visible = (position >= first_visible) & (position < length)
-        keys = plgpu.load(scratch["buffer"].at[stage, :, pl.ds(0, head_dim)])
+        keys = plgpu.load(tile.at[:, pl.ds(0, head_dim)])
         logits = to_log2(plgpu.mma(jnp.zeros((ring.keys, columns), jnp.float32), keys, queries))
         logits = jnp.where(visible, logits, softmax.FLOOR)
         new_peak = jnp.maximum(peak, logits.max(axis=0))
@@ -140,22 +116,18 @@ def _body(
         total = total * decay + weights.sum(axis=0)
 
         scratch["weights"][...] = weights.astype(ring.dtype)
-        values = plgpu.load(scratch["buffer"].at[stage, :, pl.ds(head_dim, head_dim)].T)
-        position = key + lax.broadcasted_iota(jnp.int32, (head_dim, ring.keys), 1)
+        values = plgpu.load(tile.at[:, pl.ds(head_dim, head_dim)].T)
+        position = first_key + lax.broadcasted_iota(jnp.int32, (head_dim, ring.keys), 1)
         values = jnp.where(position < length, values, jnp.zeros_like(values))  # 0 x NaN is NaN
         acc = acc * lax.broadcast_in_dim(decay, acc.shape, [1])
-        acc = plgpu.mma(acc, values, plgpu.load(scratch["weights"]))
-        return acc, new_peak, total, rows_after
+        return plgpu.mma(acc, values, plgpu.load(scratch["weights"])), new_peak, total
 
     nothing = (
         jnp.zeros((head_dim, columns), jnp.float32),
         jnp.full((columns,), softmax.FLOOR, jnp.float32),
         jnp.zeros((columns,), jnp.float32),
-        rows_of(ring.stages - 1),
     )
-    acc, peak, total, _ = lax.fori_loop(0, count, step, nothing)
-    if not ring.target.has_tma:
-        plgpu.wait_gmem_to_smem(0)
+    acc, peak, total = stream.fold(step, nothing)
     compat.store(acc_out.at[seq, split, head], acc)
     compat.store(peak_out.at[seq, split, head], peak)
     compat.store(total_out.at[seq, split, head], total)

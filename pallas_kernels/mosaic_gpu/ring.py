@@ -5,6 +5,7 @@ axis. A stage holds a tile of keys, several copies; of a page longer than a tile
 in flight while one is read: after waiting for a tile, the stage read before it is released and started again.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -62,45 +63,103 @@ class Ring:
         """Copies of a tile."""
         return self.keys // self.copy_keys
 
+    def transforms(self) -> tuple[Any, ...]:
+        """How matrices lie in shared memory so that reading them causes no bank conflicts."""
+        return plgpu.TilingTransform((8, 128 // jnp.dtype(self.dtype).itemsize)), plgpu.SwizzleTransform(128)
+
     def scratch(self) -> dict[str, Any]:
         """Scratch types: the buffer and, where barriers count the copies, one barrier a stage."""
-        transforms = (plgpu.TilingTransform((8, 128 // jnp.dtype(self.dtype).itemsize)), plgpu.SwizzleTransform(128))
-        buffer = plgpu.SMEM((self.stages, self.keys, 2 * self.head_dim), self.dtype, transforms=transforms)
+        shape = (self.stages, self.keys, 2 * self.head_dim)
+        buffer = plgpu.SMEM(shape, self.dtype, transforms=self.transforms())
         if not self.target.has_tma:
             return {"buffer": buffer}
         return {"buffer": buffer, "full": plgpu.Barrier(num_arrivals=self.copies, num_barriers=self.stages)}
 
-    def start(self, scratch: Any, kv_pages: Any, rows: tuple[Any, ...], first_key: Any, head: Any, stage: Any) -> None:
-        """Issues the copies of a tile.
 
-        Args:
-          scratch: the refs of `scratch()`.
-          kv_pages: the pool's ref.
-          rows: the pool's row of each copy.
-          first_key: position of the tile's first key, a multiple of copy_keys.
-          head: KV head.
-          stage: where to.
-        """
-        lanes = 2 * self.head_dim
-        within_page = pl.ds(pl.multiple_of(first_key % self.page_size, self.copy_keys), self.copy_keys)
+@dataclass(frozen=True)
+class Stream:
+    """The tiles of one block: a run of one sequence's keys, for one KV head.
+
+    Attributes:
+      ring: the static shape.
+      scratch: the refs of `ring.scratch()`.
+      kv_pages: the pool's ref.
+      block_tables: the tables' ref.
+      row_offset: the layer's first row.
+      seq: the sequence.
+      head: the KV head.
+      first_key: position of the first tile's first key, a multiple of copy_keys.
+      count: tiles; may be 0.
+      last_page: the last page with a key that anyone may read, 0 if there is none.
+    """
+
+    ring: Ring
+    scratch: Any
+    kv_pages: Any
+    block_tables: Any
+    row_offset: Any
+    seq: Any
+    head: Any
+    first_key: Any
+    count: Any
+    last_page: Any
+
+    def fold(self, step: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
+        """Runs `carry = step(tile's buffer [keys, 2 * head_dim], position of its first key, carry)` over the tiles."""
+        ahead = self.ring.stages - 1
+        for tile in range(ahead):
+            self._start(jnp.int32(tile), self._rows(tile))
+
+        def body(tile: Any, state: Any) -> Any:
+            carry, rows = state
+            stage = self._stage(tile)
+            self._wait(stage)
+            self._start(tile + ahead, rows)
+            rows = self._rows(tile + ahead + 1)  # a step early: the table's latency hides behind this tile
+            return step(self.scratch["buffer"].at[stage], self.first_key + tile * self.ring.keys, carry), rows
+
+        carry, _ = lax.fori_loop(0, self.count, body, (carry, self._rows(ahead)))
+        if not self.ring.target.has_tma:
+            plgpu.wait_gmem_to_smem(0)
+        return carry
+
+    def _stage(self, tile: Any) -> Any:
+        return lax.rem(tile, jnp.int32(self.ring.stages))
+
+    def _rows(self, tile: Any) -> tuple[Any, ...]:
+        """The pool's row of each copy of a tile. Past the end the last page stands in: its keys are masked."""
+        ring = self.ring
+        first = self.first_key + tile * ring.keys
+        pages = [(first + i * ring.copy_keys) // ring.page_size for i in range(ring.copies)]
+        rows = [self.block_tables[self.seq, jnp.minimum(page, self.last_page)] + self.row_offset for page in pages]
+        return tuple(jnp.clip(row, 0, self.kv_pages.shape[0] - 1) for row in rows)
+
+    def _start(self, tile: Any, rows: tuple[Any, ...]) -> None:
+        """Issues the copies of a tile."""
+        if self.ring.target.has_tma:
+            pl.when(tile < self.count)(lambda: self._copy(tile, rows))
+        else:
+            self._copy(tile, rows)  # _wait counts copies, so that every tile must have its own
+
+    def _copy(self, tile: Any, rows: tuple[Any, ...]) -> None:
+        ring, stage = self.ring, self._stage(tile)
+        lanes = pl.ds(pl.multiple_of(self.head * (2 * ring.head_dim), 2 * ring.head_dim), 2 * ring.head_dim)
+        keys: Any = slice(None)
+        if ring.copy_keys < ring.page_size:
+            within = (self.first_key + tile * ring.keys) % ring.page_size
+            keys = pl.ds(pl.multiple_of(within, ring.copy_keys), ring.copy_keys)
         for i, row in enumerate(rows):
-            keys = within_page if self.copy_keys < self.page_size else slice(None)
-            source = kv_pages.at[row, keys, pl.ds(pl.multiple_of(head * lanes, lanes), lanes)]
-            destination = scratch["buffer"].at[stage, pl.ds(i * self.copy_keys, self.copy_keys)]
-            if self.target.has_tma:
-                plgpu.copy_gmem_to_smem(source, destination, scratch["full"].at[stage])
+            source = self.kv_pages.at[row, keys, lanes]
+            destination = self.scratch["buffer"].at[stage, pl.ds(i * ring.copy_keys, ring.copy_keys)]
+            if ring.target.has_tma:
+                plgpu.copy_gmem_to_smem(source, destination, self.scratch["full"].at[stage])
             else:
                 plgpu.copy_gmem_to_smem(source, destination, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
 
-    def wait(self, scratch: Any, stage: Any) -> None:
-        """Blocks until the oldest tile started is in its stage; without barriers `stages - 1` must be in flight."""
-        if self.target.has_tma:
-            plgpu.barrier_wait(scratch["full"].at[stage])
-        else:
-            plgpu.wait_gmem_to_smem((self.stages - 2) * self.copies)
-
-    def release(self) -> None:
-        """Ends all reads so far: the stages read may be started again. Follows `wait`."""
-        if self.target.has_tma:
+    def _wait(self, stage: Any) -> None:
+        """Blocks until the oldest tile in flight is in its stage, and ends all reads of the one before it."""
+        if self.ring.target.has_tma:
+            plgpu.barrier_wait(self.scratch["full"].at[stage])
             plgpu.commit_smem()
-        # Else wait has synchronised the warpgroup, and cp.async writes are ordered like its own.
+        else:
+            plgpu.wait_gmem_to_smem((self.ring.stages - 2) * self.ring.copies)  # a warpgroup barrier, too
