@@ -16,11 +16,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Num
 
-from pallas_kernels import mosaic_tpu, reference, validation, xla
+from pallas_kernels import mosaic_gpu, mosaic_tpu, reference, validation, xla
 from pallas_kernels.quantisation import quantise
 
 IMPLEMENTATIONS: Final[Mapping[str, Callable[..., tuple[Array, Array]]]] = MappingProxyType(
-    {"xla": xla.paged_attention, "reference": reference.paged_attention, "mosaic_tpu": mosaic_tpu.paged_attention}
+    {
+        "xla": xla.paged_attention,
+        "reference": reference.paged_attention,
+        "mosaic_gpu": mosaic_gpu.paged_attention,
+        "mosaic_tpu": mosaic_tpu.paged_attention,
+    }
 )
 """Implementation name -> function. `xla` runs on every backend; `reference` is the slow oracle of the tests.
 
@@ -29,7 +34,9 @@ num_kv_heads, max_query_len, logit_soft_cap) -> (out, lse)`, with scalars as arr
 floating-point pool.
 """
 
-_CHECKS: Final[Mapping[str, Callable[..., None]]] = MappingProxyType({"mosaic_tpu": mosaic_tpu.check})
+_CHECKS: Final[Mapping[str, Callable[..., None]]] = MappingProxyType(
+    {"mosaic_gpu": mosaic_gpu.check, "mosaic_tpu": mosaic_tpu.check}
+)
 """What an implementation that does not take everything refuses."""
 
 _NO_WINDOW: Final = 2**31 - 1
@@ -38,8 +45,12 @@ Scalar = Int32[Array, ""] | int
 
 
 def default_implementation() -> str:
-    """The implementation that `implementation=None` selects on the default backend."""
-    return "mosaic_tpu" if jax.default_backend() == "tpu" else "xla"
+    """The implementation that `implementation=None` selects on the default backend, if it takes the arguments.
+
+    The kernels do not take every dtype and shape (`mosaic_gpu.check`, `mosaic_tpu.check`); "xla" runs in their place
+    then.
+    """
+    return {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}.get(jax.default_backend(), "xla")
 
 
 def paged_attention(
@@ -105,7 +116,12 @@ def paged_attention(
     name = implementation or default_implementation()
     validation.check_choice("implementation", name, tuple(IMPLEMENTATIONS))
     if name in _CHECKS:
-        _CHECKS[name](q, kv_pages, block_tables, num_kv_heads=num_kv_heads, max_query_len=max_query_len)
+        try:
+            _CHECKS[name](q, kv_pages, block_tables, num_kv_heads=num_kv_heads, max_query_len=max_query_len)
+        except (ValueError, NotImplementedError):
+            if implementation is not None:
+                raise
+            name = "xla"
     window = _NO_WINDOW if sliding_window is None else sliding_window
 
     def attend(*operands: Array | None) -> tuple[Array, Array]:

@@ -1,8 +1,9 @@
 """Paged attention for NVIDIA GPUs in Pallas Mosaic GPU; see docs/kernels_gpu.md.
 
-`check` and `supports` cost nothing to import: the kernels, and Pallas with them, are imported when first traced.
+The kernels, and Pallas with them, are imported when first traced: importing this costs nothing.
 """
 
+from functools import partial
 from typing import Final
 
 import jax
@@ -16,13 +17,22 @@ _DTYPES: Final = ("bfloat16", "float16")
 _SMALL_SHARED_MEMORY: Final = ((8, 9), (12, 0))  # capabilities whose blocks cannot hold two tiles of head_dim 256
 
 
-def check(q: Array, kv_pages: Array, num_kv_heads: int, kv_scales: Array | None) -> None:
+def check(
+    q: Array,
+    kv_pages: Array,
+    block_tables: Array,
+    kv_scales: Array | None,
+    *,
+    num_kv_heads: int,
+    max_query_len: int,
+) -> None:
     """Raises unless the kernels can take the arguments on the GPU that is compiled for.
 
     Raises:
       ValueError: a dtype or a shape is none of those supported.
       NotImplementedError: the platform or the chip is none of those supported, or `kv_scales` is given.
     """
+    del block_tables, max_query_len  # any will do
     problem = _unsupported_chip(q.shape[-1])
     if problem is not None:
         raise NotImplementedError(problem)
@@ -45,15 +55,7 @@ def check(q: Array, kv_pages: Array, num_kv_heads: int, kv_scales: Array | None)
             raise ValueError(_message(name, got, choices + remedy))
 
 
-def supports(q: Array, kv_pages: Array, num_kv_heads: int, kv_scales: Array | None) -> bool:
-    """Whether `check` would pass."""
-    try:
-        check(q, kv_pages, num_kv_heads, kv_scales)
-    except (ValueError, NotImplementedError):
-        return False
-    return True
-
-
+@partial(jax.jit, static_argnames=("num_kv_heads", "max_query_len", "logit_soft_cap"))
 def paged_attention(
     q: Array,
     kv_pages: Array,
@@ -63,13 +65,13 @@ def paged_attention(
     row_offset: Array,
     scale: Array,
     window: Array,
-    kv_scales: Array | None = None,
+    kv_scales: Array | None,
     *,
     num_kv_heads: int,
     max_query_len: int,
     logit_soft_cap: float | None,
 ) -> tuple[Array, Array]:
-    """See `pallas_kernels.api.paged_attention`; returns (out, lse).
+    """See `pallas_kernels.api.paged_attention`; returns (out, lse). Jitted so that the layers share one trace.
 
     Sequences of one query go through the decode kernel, longer ones through the prefill kernel, which is launched only
     when `max_query_len` allows any.

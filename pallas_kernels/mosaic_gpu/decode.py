@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.mosaic_gpu import compat, softmax, target
-from pallas_kernels.mosaic_gpu.ring import Ring, Stream
+from pallas_kernels.mosaic_gpu.ring import Ring, Stream, stages_for_two_blocks
 
 _BLOCKS_PER_SM: Final = 6  # two at once, so three waves even out unequal lengths
 _MIN_SPLIT_KEYS: Final = 256  # fewer keys do not pay for a split
@@ -45,7 +45,7 @@ def decode(
     num_seqs, num_heads, head_dim = q.shape
     group = num_heads // num_kv_heads
     gpu = target.current()
-    ring = Ring(gpu, kv_pages.shape[1], head_dim, kv_pages.dtype)
+    ring = Ring(gpu, stages_for_two_blocks(gpu), kv_pages.shape[1], head_dim, kv_pages.dtype)
     columns = -(-group // 8) * 8
     splits = num_splits(gpu.num_sms, num_seqs * num_kv_heads, block_tables.shape[1] * ring.page_size)
     q = q.reshape(num_seqs, num_kv_heads, group, head_dim)
@@ -53,8 +53,12 @@ def decode(
 
     shape = (num_seqs, splits, num_kv_heads)
     partials = [(*shape, head_dim, columns), (*shape, columns), (*shape, columns)]
+
+    def decode(*refs: Any, **scratch: Any) -> None:  # the name is the kernel's
+        _body(ring, splits, logit_soft_cap, *refs, **scratch)
+
     acc, peak, total = plgpu.kernel(
-        lambda *refs, **scratch: _body(ring, splits, logit_soft_cap, *refs, **scratch),
+        decode,
         out_type=[jax.ShapeDtypeStruct(partial, jnp.float32) for partial in partials],
         scratch_types={**ring.scratch(), "weights": plgpu.SMEM((ring.keys, columns), kv_pages.dtype)},
         grid=shape,

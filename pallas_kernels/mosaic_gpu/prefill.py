@@ -8,7 +8,7 @@ sequence, since a kernel reads them at multiples of 8 rows; the copies cost twic
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.mosaic_gpu import prefill_mma, target
+from pallas_kernels.mosaic_gpu import prefill_mma, prefill_wgmma, target
 
 
 def prefill(
@@ -30,7 +30,7 @@ def prefill(
     num_seqs = seq_lens.shape[0]
     group = num_heads // num_kv_heads
     gpu = target.current()
-    kernel = prefill_mma
+    kernel = prefill_wgmma if gpu.has_wgmma else prefill_mma
     tile = kernel.ROWS // group  # queries of a tile
     padding = kernel.ROWS - tile * group
     num_tiles = num_tokens // tile + min(num_seqs, num_tokens // 2)  # sequences here have at least 2 queries

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.mosaic_gpu import compat, softmax
-from pallas_kernels.mosaic_gpu.ring import Ring, Stream
+from pallas_kernels.mosaic_gpu.ring import Ring, Stream, stages_for_two_blocks
 from pallas_kernels.mosaic_gpu.target import Target
 
 ROWS: Final = 64
@@ -36,9 +36,13 @@ def attend_tiles(
 ) -> tuple[Array, Array]:
     """See `pallas_kernels.mosaic_gpu.prefill`; returns (out, lse)."""
     num_tiles, num_kv_heads, rows, head_dim = q.shape
-    ring = Ring(gpu, kv_pages.shape[1], head_dim, kv_pages.dtype)
+    ring = Ring(gpu, stages_for_two_blocks(gpu), kv_pages.shape[1], head_dim, kv_pages.dtype)
+
+    def prefill(*refs: Any, **scratch: Any) -> None:  # the name is the kernel's
+        _body(ring, group, logit_soft_cap, *refs, **scratch)
+
     return plgpu.kernel(
-        lambda *refs, **scratch: _body(ring, group, logit_soft_cap, *refs, **scratch),
+        prefill,
         out_type=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)],
         scratch_types={
             **ring.scratch(),

@@ -1,8 +1,8 @@
 """A ring of shared-memory stages through which a sequence's keys and values stream.
 
 One copy brings the keys and the values of one KV head and one page together: they lie side by side on the pool's last
-axis. A stage holds a tile of keys, several copies; of a page longer than a tile, a copy brings a part. Of N stages, N - 1 are
-in flight while one is read: after waiting for a tile, the stage read before it is released and started again.
+axis. A stage holds a tile of keys, several copies; of a page longer than a tile, a copy brings a part. Of N stages,
+N - 1 are in flight while one is read: after waiting for a tile, the stage read before it is released and refilled.
 """
 
 from collections.abc import Callable
@@ -27,26 +27,28 @@ def tile_keys(head_dim: int) -> int:
     return max(_MIN_KEYS, _TILE_BYTES // (2 * 2 * head_dim))
 
 
+def stages_for_two_blocks(target: Target) -> int:
+    """Stages of 32 KiB with which two blocks fit on a multiprocessor, or on small ones, one block of two stages."""
+    return 3 if target.shared_memory >= _TWO_BLOCKS else 2
+
+
 @dataclass(frozen=True)
 class Ring:
     """Static shape of a ring.
 
     Attributes:
       target: the GPU.
+      stages: tiles that it holds, at least 2.
       page_size: tokens of a page.
       head_dim: width of a head, as stored.
       dtype: of the pool.
     """
 
     target: Target
+    stages: int
     page_size: int
     head_dim: int
     dtype: DTypeLike
-
-    @property
-    def stages(self) -> int:
-        """Tiles that may be in flight."""
-        return 3 if self.target.shared_memory >= _TWO_BLOCKS else 2
 
     @property
     def keys(self) -> int:
@@ -105,28 +107,31 @@ class Stream:
     last_page: Any
 
     def fold(self, step: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
-        """Runs `carry = step(tile's buffer [keys, 2 * head_dim], position of its first key, carry)` over the tiles."""
+        """Runs `carry = step(tile's buffer [keys, 2 * head_dim], position of its first key, carry)` over the tiles.
+
+        One warpgroup copies, one tile ahead of the others' use, and computes.
+        """
         ahead = self.ring.stages - 1
         for tile in range(ahead):
-            self._start(jnp.int32(tile), self._rows(tile))
+            self._start(jnp.int32(tile), self.rows(tile))
 
         def body(tile: Any, state: Any) -> Any:
             carry, rows = state
-            stage = self._stage(tile)
+            stage = self.stage(tile)
             self._wait(stage)
             self._start(tile + ahead, rows)
-            rows = self._rows(tile + ahead + 1)  # a step early: the table's latency hides behind this tile
+            rows = self.rows(tile + ahead + 1)  # a step early: the table's latency hides behind this tile
             return step(self.scratch["buffer"].at[stage], self.first_key + tile * self.ring.keys, carry), rows
 
-        carry, _ = lax.fori_loop(0, self.count, body, (carry, self._rows(ahead)))
+        carry, _ = lax.fori_loop(0, self.count, body, (carry, self.rows(ahead)))
         if not self.ring.target.has_tma:
             plgpu.wait_gmem_to_smem(0)
         return carry
 
-    def _stage(self, tile: Any) -> Any:
+    def stage(self, tile: Any) -> Any:
         return lax.rem(tile, jnp.int32(self.ring.stages))
 
-    def _rows(self, tile: Any) -> tuple[Any, ...]:
+    def rows(self, tile: Any) -> tuple[Any, ...]:
         """The pool's row of each copy of a tile. Past the end the last page stands in: its keys are masked."""
         ring = self.ring
         first = self.first_key + tile * ring.keys
@@ -134,15 +139,9 @@ class Stream:
         rows = [self.block_tables[self.seq, jnp.minimum(page, self.last_page)] + self.row_offset for page in pages]
         return tuple(jnp.clip(row, 0, self.kv_pages.shape[0] - 1) for row in rows)
 
-    def _start(self, tile: Any, rows: tuple[Any, ...]) -> None:
-        """Issues the copies of a tile."""
-        if self.ring.target.has_tma:
-            pl.when(tile < self.count)(lambda: self._copy(tile, rows))
-        else:
-            self._copy(tile, rows)  # _wait counts copies, so that every tile must have its own
-
-    def _copy(self, tile: Any, rows: tuple[Any, ...]) -> None:
-        ring, stage = self.ring, self._stage(tile)
+    def copy(self, tile: Any, rows: tuple[Any, ...], barrier: Any) -> None:
+        """Issues the copies of a tile into its stage; each arrives at the barrier (None without TMA)."""
+        ring = self.ring
         lanes = pl.ds(pl.multiple_of(self.head * (2 * ring.head_dim), 2 * ring.head_dim), 2 * ring.head_dim)
         keys: Any = slice(None)
         if ring.copy_keys < ring.page_size:
@@ -150,11 +149,17 @@ class Stream:
             keys = pl.ds(pl.multiple_of(within, ring.copy_keys), ring.copy_keys)
         for i, row in enumerate(rows):
             source = self.kv_pages.at[row, keys, lanes]
-            destination = self.scratch["buffer"].at[stage, pl.ds(i * ring.copy_keys, ring.copy_keys)]
+            destination = self.scratch["buffer"].at[self.stage(tile), pl.ds(i * ring.copy_keys, ring.copy_keys)]
             if ring.target.has_tma:
-                plgpu.copy_gmem_to_smem(source, destination, self.scratch["full"].at[stage])
+                plgpu.copy_gmem_to_smem(source, destination, barrier)
             else:
                 plgpu.copy_gmem_to_smem(source, destination, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+
+    def _start(self, tile: Any, rows: tuple[Any, ...]) -> None:
+        if self.ring.target.has_tma:
+            pl.when(tile < self.count)(lambda: self.copy(tile, rows, self.scratch["full"].at[self.stage(tile)]))
+        else:
+            self.copy(tile, rows, None)  # _wait counts copies, so that every tile must have its own
 
     def _wait(self, stage: Any) -> None:
         """Blocks until the oldest tile in flight is in its stage, and ends all reads of the one before it."""

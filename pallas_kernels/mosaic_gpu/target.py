@@ -27,6 +27,11 @@ class Target:
     def has_tma(self) -> bool:
         return self.capability >= (9, 0)
 
+    @property
+    def has_wgmma(self) -> bool:
+        """Whether a warpgroup multiplies matrices in shared memory (sm_90 alone)."""
+        return self.capability == (9, 0)
+
 
 # NVIDIA, CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability".
 _SHARED_MEMORY: Final = {(8, 0): 166_912, (8, 9): 101_376, (9, 0): 232_448, (10, 0): 232_448, (12, 0): 101_376}
@@ -34,7 +39,7 @@ _SHARED_MEMORY: Final = {(8, 0): 166_912, (8, 9): 101_376, (9, 0): 232_448, (10,
 CAPABILITIES: Final = tuple(_SHARED_MEMORY)
 """Compute capabilities that the kernels compile for."""
 
-_INTERPRETED: Final = Target((9, 0), num_sms=4, shared_memory=_SHARED_MEMORY[9, 0])
+_INTERPRETED: Final = Target((9, 0), num_sms=1, shared_memory=_SHARED_MEMORY[9, 0])
 
 
 def interpreting() -> bool:

@@ -7,6 +7,7 @@ of races, which JAX 0.11.2 prints and does not raise.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from jax._src.pallas.mosaic_gpu import primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.interpreters import mlir
+
+_PARAMS: Final = plgpu.InterpretGPUParams(detect_races=True)  # one object, so that traces are shared
 
 
 @cache
@@ -26,10 +29,10 @@ def _register_mma() -> None:
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """Interprets every Pallas kernel traced inside, and fails on a race."""
+    """Interprets every Pallas kernel traced inside, and fails on a race. A deadlock hangs: set a timeout."""
     _register_mma()
     try:
-        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        with plgpu.force_gpu_interpret_mode(_PARAMS):
             yield
         races = gpu_callbacks._races
         assert races is None or not races.races_found, "the interpreter found a race in shared memory"

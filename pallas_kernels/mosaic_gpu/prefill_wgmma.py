@@ -1,0 +1,232 @@
+"""The prefill kernel for Hopper: two warpgroups compute, a third one copies; products are `wgmma`.
+
+The copying warpgroup runs ahead through a ring of stages, each with a barrier that says full and one that says free.
+A computing warpgroup has 64 rows. It issues the product of the next tile's keys before it works on this tile's
+softmax, so that the tensor cores have work meanwhile.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels.mosaic_gpu import compat, softmax
+from pallas_kernels.mosaic_gpu.ring import Ring, Stream
+from pallas_kernels.mosaic_gpu.target import Target
+
+_WARPGROUPS: Final = 2
+_WARPGROUP_ROWS: Final = 64
+_RESERVED: Final = 4096  # shared memory for barriers and reductions
+_MAX_STAGES: Final = 4
+_MAX_OUTPUT_LANES: Final = 128  # of one product with the values: its accumulator is 64 registers
+
+ROWS: Final = _WARPGROUPS * _WARPGROUP_ROWS
+"""Rows of a tile."""
+
+
+def attend_tiles(
+    q: Array,
+    tiles: Array,
+    kv_pages: Array,
+    block_tables: Array,
+    row_offset: Array,
+    scale: Array,
+    window: Array,
+    *,
+    gpu: Target,
+    group: int,
+    logit_soft_cap: float | None,
+) -> tuple[Array, Array]:
+    """See `pallas_kernels.mosaic_gpu.prefill`; returns (out, lse)."""
+    num_tiles, num_kv_heads, rows, head_dim = q.shape
+    keys = Ring(gpu, 2, kv_pages.shape[1], head_dim, kv_pages.dtype).keys
+    stage_bytes, rows_bytes = keys * 2 * head_dim * 2, rows * (head_dim + keys) * 2
+    stages = min(_MAX_STAGES, (gpu.shared_memory - _RESERVED - rows_bytes) // stage_bytes)
+    ring = Ring(gpu, stages, kv_pages.shape[1], head_dim, kv_pages.dtype)
+
+    def prefill(*refs: Any, **scratch: Any) -> None:
+        _body(ring, group, logit_soft_cap, *refs, **scratch)
+
+    return plgpu.kernel(
+        prefill,
+        out_type=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)],
+        scratch_types={
+            **ring.scratch(),
+            "queries": plgpu.SMEM((_WARPGROUPS, _WARPGROUP_ROWS, head_dim), q.dtype, transforms=ring.transforms()),
+            "weights": plgpu.SMEM((_WARPGROUPS, _WARPGROUP_ROWS, keys), q.dtype, transforms=ring.transforms()),
+            "queries_full": plgpu.Barrier(num_barriers=_WARPGROUPS),
+            "free": plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),
+            "landed": plgpu.Barrier(num_arrivals=ring.copies),
+        },
+        grid=(num_tiles, num_kv_heads),
+        grid_names=("tile", "head"),
+        num_threads=_WARPGROUPS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(q, tiles, kv_pages, block_tables, row_offset.reshape(1), scale.reshape(1), window.reshape(1))
+
+
+def _body(
+    ring: Ring,
+    group: int,
+    soft_cap: float | None,
+    q: Any,
+    tiles: Any,
+    kv_pages: Any,
+    block_tables: Any,
+    row_offset: Any,
+    scale: Any,
+    window: Any,
+    out: Any,
+    lse: Any,
+    **scratch: Any,
+) -> None:
+    head, warpgroup = lax.axis_index("head"), lax.axis_index("warpgroup")
+    index = q.shape[0] - 1 - lax.axis_index("tile")  # a sequence's last tiles see most: they go first
+    seq, first_query, num_queries = (tiles[index, i] for i in range(3))
+    end = first_query + num_queries  # one past the last position that the tile sees
+    first_key = jnp.maximum(first_query - window[0] + 1, 0) // ring.copy_keys * ring.copy_keys
+    count = (end - first_key + ring.keys - 1) // ring.keys
+    stream = Stream(
+        ring, scratch, kv_pages, block_tables, row_offset[0], seq, head, first_key, count,
+        last_page=(end - 1) // ring.page_size,
+    )  # fmt: skip
+
+    @pl.when((num_queries > 0) & (warpgroup < _WARPGROUPS))
+    def _() -> None:
+        plgpu.set_max_registers(232, action="increase")
+        at = index, head, pl.ds(pl.multiple_of(warpgroup * _WARPGROUP_ROWS, _WARPGROUP_ROWS), _WARPGROUP_ROWS)
+        to_log2 = softmax.log2_logits(scale[0], soft_cap)
+        _compute(stream, group, to_log2, warpgroup, first_query, end, window[0], q.at[at], out.at[at], lse.at[at])
+
+    @pl.when((num_queries > 0) & (warpgroup == _WARPGROUPS))
+    def _() -> None:
+        plgpu.set_max_registers(40, action="decrease")
+        _copy(stream, end)
+
+
+def _copy(stream: Stream, end: Any) -> None:
+    """The copying warpgroup: every tile into its stage, the last one with zeros for the values from `end` on."""
+    ring, scratch, last = stream.ring, stream.scratch, stream.count - 1
+
+    def step(tile: Any, rows: tuple[Any, ...]) -> tuple[Any, ...]:
+        stage = stream.stage(tile)
+
+        @pl.when(tile >= ring.stages)
+        def _() -> None:
+            plgpu.barrier_wait(scratch["free"].at[stage])
+
+        @pl.when(tile < last)
+        def _() -> None:
+            stream.copy(tile, rows, scratch["full"].at[stage])
+
+        @pl.when(tile == last)
+        def _() -> None:
+            stream.copy(tile, rows, scratch["landed"])
+            plgpu.barrier_wait(scratch["landed"])
+            first_key = stream.first_key + tile * ring.keys
+            for row in range(0, ring.keys, 8):
+                values = scratch["buffer"].at[stage, pl.ds(row, 8), pl.ds(ring.head_dim, ring.head_dim)]
+                key = first_key + row + lax.broadcasted_iota(jnp.int32, values.shape, 0)
+                values[...] = jnp.where(key < end, values[...], jnp.zeros((), values.dtype))  # 0 x NaN is NaN
+            plgpu.commit_smem()
+            for _ in range(ring.copies):
+                plgpu.barrier_arrive(scratch["full"].at[stage])
+
+        return stream.rows(tile + 1)
+
+    lax.fori_loop(0, stream.count, step, stream.rows(0))
+
+
+def _compute(
+    stream: Stream,
+    group: int,
+    to_log2: Callable[[Any], Any],
+    warpgroup: Any,
+    first_query: Any,
+    end: Any,
+    window: Any,
+    q: Any,
+    out: Any,
+    lse: Any,
+) -> None:
+    """A computing warpgroup: the online softmax of its 64 rows over all tiles."""
+    ring, scratch = stream.ring, stream.scratch
+    head_dim, keys, rows = ring.head_dim, ring.keys, _WARPGROUP_ROWS
+    queries, weights_ref = scratch["queries"].at[warpgroup], scratch["weights"].at[warpgroup]
+    plgpu.copy_gmem_to_smem(q, queries, scratch["queries_full"].at[warpgroup])
+    plgpu.barrier_wait(scratch["queries_full"].at[warpgroup])
+    lanes = min(head_dim, _MAX_OUTPUT_LANES)
+
+    def issue_logits(ref: Any, tile: Any) -> None:
+        stage = stream.stage(tile)
+        plgpu.barrier_wait(scratch["full"].at[stage])
+        plgpu.wgmma(ref, queries, scratch["buffer"].at[stage, :, pl.ds(0, head_dim)].T)
+
+    def first_logits(ref: Any) -> Any:
+        issue_logits(ref, jnp.int32(0))
+        return ref[...]
+
+    def absorb(tile: Any, carry: tuple[Any, ...], products: Any) -> tuple[Any, ...]:
+        """The carry with a tile's keys and values, given q k^T."""
+        acc, peak, total = carry
+        shape = (rows, keys)
+        row = warpgroup * rows + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+        position = first_query + row // group
+        key = stream.first_key + tile * keys + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+        visible = (key <= position) & (key > position - window) & (key < end)
+        logits = jnp.where(visible, to_log2(products), softmax.FLOOR)
+        new_peak = jnp.maximum(peak, logits.max(axis=1))
+        weights = jnp.exp2(logits - lax.broadcast_in_dim(new_peak, shape, [0]))
+        weights = jnp.where(visible, weights, 0.0)
+        decay = jnp.exp2(peak - new_peak)
+        total = total * decay + weights.sum(axis=1)
+        weights_ref[...] = weights.astype(ring.dtype)
+        plgpu.commit_smem()
+        stage = stream.stage(tile)
+        parts = []
+        for i, part in enumerate(acc):
+            values = scratch["buffer"].at[stage, :, pl.ds(head_dim + i * lanes, lanes)]
+
+            def weighted(ref: Any, values: Any = values) -> Any:
+                plgpu.wgmma(ref, weights_ref, values)
+                return ref[...]
+
+            product = pl.run_scoped(weighted, plgpu.ACC((rows, lanes), jnp.float32))
+            parts.append(part * lax.broadcast_in_dim(decay, part.shape, [0]) + product)
+        plgpu.barrier_arrive(scratch["free"].at[stage])
+        return tuple(parts), new_peak, total
+
+    def step(tile: Any, state: tuple[Any, ...]) -> tuple[Any, ...]:
+        carry, products = state
+
+        def overlapped(ref: Any) -> tuple[Any, ...]:
+            issue_logits(ref, tile + 1)
+            after = absorb(tile, carry, products)
+            return after, ref[...]
+
+        return pl.run_scoped(overlapped, plgpu.ACC((rows, keys), jnp.float32))
+
+    by_row = plgpu.Layout.WGMMA.reduce(1)
+    nothing = (
+        tuple(plgpu.layout_cast(jnp.zeros((rows, lanes), jnp.float32), plgpu.Layout.WGMMA) for _ in range(head_dim // lanes)),
+        plgpu.layout_cast(jnp.full((rows,), softmax.FLOOR, jnp.float32), by_row),
+        plgpu.layout_cast(jnp.zeros((rows,), jnp.float32), by_row),
+    )
+    products = pl.run_scoped(first_logits, plgpu.ACC((rows, keys), jnp.float32))
+    last = stream.count - 1
+    carry, products = lax.fori_loop(0, last, step, (nothing, products))
+    acc, peak, total = absorb(last, carry, products)
+
+    inverse = 1.0 / jnp.where(total > 0, total, 1.0)
+    for i, part in enumerate(acc):
+        part = part * lax.broadcast_in_dim(inverse, part.shape, [0])
+        queries.at[:, pl.ds(i * lanes, lanes)][...] = part.astype(ring.dtype)
+    compat.store(lse, jnp.where(total > 0, (peak + jnp.log2(total)) / softmax.LOG2E, -jnp.inf))
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(queries, out)
+    plgpu.wait_smem_to_gmem(0)
