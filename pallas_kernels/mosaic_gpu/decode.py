@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.mosaic_gpu import compat, softmax, target
-from pallas_kernels.mosaic_gpu.ring import Ring, Stream, stages_for_two_blocks
+from pallas_kernels.mosaic_gpu.ring import Ring, Stream, keys_of_32_kib, stages_for_two_blocks
 
 _BLOCKS_PER_SM: Final = 6  # two at once, so three waves even out unequal lengths
 _MIN_SPLIT_KEYS: Final = 256  # fewer keys do not pay for a split
@@ -45,7 +45,7 @@ def decode(
     num_seqs, num_heads, head_dim = q.shape
     group = num_heads // num_kv_heads
     gpu = target.current()
-    ring = Ring(gpu, stages_for_two_blocks(gpu), kv_pages.shape[1], head_dim, kv_pages.dtype)
+    ring = Ring(gpu, stages_for_two_blocks(gpu), keys_of_32_kib(head_dim), kv_pages.shape[1], head_dim, kv_pages.dtype)
     columns = -(-group // 8) * 8
     splits = num_splits(gpu.num_sms, num_seqs * num_kv_heads, block_tables.shape[1] * ring.page_size)
     q = q.reshape(num_seqs, num_kv_heads, group, head_dim)
@@ -115,7 +115,6 @@ def _body(
         logits = jnp.where(visible, logits, softmax.FLOOR)
         new_peak = jnp.maximum(peak, logits.max(axis=0))
         weights = jnp.exp2(logits - lax.broadcast_in_dim(new_peak, logits.shape, [1]))
-        weights = jnp.where(visible, weights, 0.0)
         decay = jnp.exp2(peak - new_peak)
         total = total * decay + weights.sum(axis=0)
 

@@ -30,7 +30,7 @@ def prefill(
     num_seqs = seq_lens.shape[0]
     group = num_heads // num_kv_heads
     gpu = target.current()
-    kernel = prefill_wgmma if gpu.has_wgmma else prefill_mma
+    kernel = prefill_wgmma if gpu.has_wgmma and head_dim <= prefill_wgmma.MAX_HEAD_DIM else prefill_mma
     tile = kernel.ROWS // group  # queries of a tile
     padding = kernel.ROWS - tile * group
     num_tiles = num_tokens // tile + min(num_seqs, num_tokens // 2)  # sequences here have at least 2 queries

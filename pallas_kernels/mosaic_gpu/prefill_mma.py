@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.mosaic_gpu import compat, softmax
-from pallas_kernels.mosaic_gpu.ring import Ring, Stream, stages_for_two_blocks
+from pallas_kernels.mosaic_gpu.ring import Ring, Stream, keys_of_32_kib, stages_for_two_blocks
 from pallas_kernels.mosaic_gpu.target import Target
 
 ROWS: Final = 64
@@ -36,14 +36,14 @@ def attend_tiles(
 ) -> tuple[Array, Array]:
     """See `pallas_kernels.mosaic_gpu.prefill`; returns (out, lse)."""
     num_tiles, num_kv_heads, rows, head_dim = q.shape
-    ring = Ring(gpu, stages_for_two_blocks(gpu), kv_pages.shape[1], head_dim, kv_pages.dtype)
+    ring = Ring(gpu, stages_for_two_blocks(gpu), keys_of_32_kib(head_dim), kv_pages.shape[1], head_dim, kv_pages.dtype)
 
     def prefill(*refs: Any, **scratch: Any) -> None:  # the name is the kernel's
         _body(ring, group, logit_soft_cap, *refs, **scratch)
 
     return plgpu.kernel(
         prefill,
-        out_type=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)],
+        out_type=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)),
         scratch_types={
             **ring.scratch(),
             "weights": plgpu.SMEM((rows, ring.keys), q.dtype, transforms=ring.transforms()),
@@ -96,7 +96,6 @@ def _body(
         logits = jnp.where(visible, to_log2(logits), softmax.FLOOR)
         new_peak = jnp.maximum(peak, logits.max(axis=1))
         weights = jnp.exp2(logits - lax.broadcast_in_dim(new_peak, shape, [0]))
-        weights = jnp.where(visible, weights, 0.0)
         decay = jnp.exp2(peak - new_peak)
         total = total * decay + weights.sum(axis=1)
         acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0])

@@ -20,9 +20,12 @@ from pallas_kernels.mosaic_gpu.target import Target
 
 _WARPGROUPS: Final = 2
 _WARPGROUP_ROWS: Final = 64
+_KEYS: Final = 64  # of a tile: the registers of two tiles' logits beside the output's
 _RESERVED: Final = 4096  # shared memory for barriers and reductions
 _MAX_STAGES: Final = 4
-_MAX_OUTPUT_LANES: Final = 128  # of one product with the values: its accumulator is 64 registers
+
+MAX_HEAD_DIM: Final = 128
+"""The output of a wider head does not fit in the registers of its rows."""
 
 ROWS: Final = _WARPGROUPS * _WARPGROUP_ROWS
 """Rows of a tile."""
@@ -43,21 +46,20 @@ def attend_tiles(
 ) -> tuple[Array, Array]:
     """See `pallas_kernels.mosaic_gpu.prefill`; returns (out, lse)."""
     num_tiles, num_kv_heads, rows, head_dim = q.shape
-    keys = Ring(gpu, 2, kv_pages.shape[1], head_dim, kv_pages.dtype).keys
-    stage_bytes, rows_bytes = keys * 2 * head_dim * 2, rows * (head_dim + keys) * 2
+    stage_bytes, rows_bytes = _KEYS * 2 * head_dim * 2, rows * (head_dim + _KEYS) * 2
     stages = min(_MAX_STAGES, (gpu.shared_memory - _RESERVED - rows_bytes) // stage_bytes)
-    ring = Ring(gpu, stages, kv_pages.shape[1], head_dim, kv_pages.dtype)
+    ring = Ring(gpu, stages, _KEYS, kv_pages.shape[1], head_dim, kv_pages.dtype)
 
     def prefill(*refs: Any, **scratch: Any) -> None:
         _body(ring, group, logit_soft_cap, *refs, **scratch)
 
     return plgpu.kernel(
         prefill,
-        out_type=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)],
+        out_type=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)),
         scratch_types={
             **ring.scratch(),
             "queries": plgpu.SMEM((_WARPGROUPS, _WARPGROUP_ROWS, head_dim), q.dtype, transforms=ring.transforms()),
-            "weights": plgpu.SMEM((_WARPGROUPS, _WARPGROUP_ROWS, keys), q.dtype, transforms=ring.transforms()),
+            "weights": plgpu.SMEM((_WARPGROUPS, _WARPGROUP_ROWS, _KEYS), q.dtype, transforms=ring.transforms()),
             "queries_full": plgpu.Barrier(num_barriers=_WARPGROUPS),
             "free": plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),
             "landed": plgpu.Barrier(num_arrivals=ring.copies),
@@ -129,10 +131,14 @@ def _copy(stream: Stream, end: Any) -> None:
             stream.copy(tile, rows, scratch["landed"])
             plgpu.barrier_wait(scratch["landed"])
             first_key = stream.first_key + tile * ring.keys
-            for row in range(0, ring.keys, 8):
-                values = scratch["buffer"].at[stage, pl.ds(row, 8), pl.ds(ring.head_dim, ring.head_dim)]
-                key = first_key + row + lax.broadcasted_iota(jnp.int32, values.shape, 0)
-                values[...] = jnp.where(key < end, values[...], jnp.zeros((), values.dtype))  # 0 x NaN is NaN
+
+            part, layout = (64, 64), plgpu.Layout.WGMMA
+            for row in range(0, ring.keys, part[0]):
+                key = first_key + row + plgpu.broadcasted_iota(jnp.int32, part, 0, layout=layout)
+                for lane in range(ring.head_dim, 2 * ring.head_dim, part[1]):
+                    values = scratch["buffer"].at[stage, pl.ds(row, part[0]), pl.ds(lane, part[1])]
+                    zeros = plgpu.layout_cast(jnp.zeros(part, ring.dtype), layout)
+                    values[...] = jnp.where(key < end, plgpu.load(values, layout=layout), zeros)  # 0 x NaN is NaN
             plgpu.commit_smem()
             for _ in range(ring.copies):
                 plgpu.barrier_arrive(scratch["full"].at[stage])
@@ -160,7 +166,6 @@ def _compute(
     queries, weights_ref = scratch["queries"].at[warpgroup], scratch["weights"].at[warpgroup]
     plgpu.copy_gmem_to_smem(q, queries, scratch["queries_full"].at[warpgroup])
     plgpu.barrier_wait(scratch["queries_full"].at[warpgroup])
-    lanes = min(head_dim, _MAX_OUTPUT_LANES)
 
     def issue_logits(ref: Any, tile: Any) -> None:
         stage = stream.stage(tile)
@@ -182,24 +187,20 @@ def _compute(
         logits = jnp.where(visible, to_log2(products), softmax.FLOOR)
         new_peak = jnp.maximum(peak, logits.max(axis=1))
         weights = jnp.exp2(logits - lax.broadcast_in_dim(new_peak, shape, [0]))
-        weights = jnp.where(visible, weights, 0.0)
         decay = jnp.exp2(peak - new_peak)
         total = total * decay + weights.sum(axis=1)
         weights_ref[...] = weights.astype(ring.dtype)
         plgpu.commit_smem()
         stage = stream.stage(tile)
-        parts = []
-        for i, part in enumerate(acc):
-            values = scratch["buffer"].at[stage, :, pl.ds(head_dim + i * lanes, lanes)]
 
-            def weighted(ref: Any, values: Any = values) -> Any:
-                plgpu.wgmma(ref, weights_ref, values)
-                return ref[...]
+        def weighted(ref: Any) -> Any:
+            plgpu.wgmma(ref, weights_ref, scratch["buffer"].at[stage, :, pl.ds(head_dim, head_dim)])
+            return ref[...]
 
-            product = pl.run_scoped(weighted, plgpu.ACC((rows, lanes), jnp.float32))
-            parts.append(part * lax.broadcast_in_dim(decay, part.shape, [0]) + product)
+        product = pl.run_scoped(weighted, plgpu.ACC((rows, head_dim), jnp.float32))
+        acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0]) + product
         plgpu.barrier_arrive(scratch["free"].at[stage])
-        return tuple(parts), new_peak, total
+        return acc, new_peak, total
 
     def step(tile: Any, state: tuple[Any, ...]) -> tuple[Any, ...]:
         carry, products = state
@@ -213,7 +214,7 @@ def _compute(
 
     by_row = plgpu.Layout.WGMMA.reduce(1)
     nothing = (
-        tuple(plgpu.layout_cast(jnp.zeros((rows, lanes), jnp.float32), plgpu.Layout.WGMMA) for _ in range(head_dim // lanes)),
+        plgpu.layout_cast(jnp.zeros((rows, head_dim), jnp.float32), plgpu.Layout.WGMMA),
         plgpu.layout_cast(jnp.full((rows,), softmax.FLOOR, jnp.float32), by_row),
         plgpu.layout_cast(jnp.zeros((rows,), jnp.float32), by_row),
     )
@@ -223,9 +224,7 @@ def _compute(
     acc, peak, total = absorb(last, carry, products)
 
     inverse = 1.0 / jnp.where(total > 0, total, 1.0)
-    for i, part in enumerate(acc):
-        part = part * lax.broadcast_in_dim(inverse, part.shape, [0])
-        queries.at[:, pl.ds(i * lanes, lanes)][...] = part.astype(ring.dtype)
+    queries[...] = (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(ring.dtype)
     compat.store(lse, jnp.where(total > 0, (peak + jnp.log2(total)) / softmax.LOG2E, -jnp.inf))
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(queries, out)

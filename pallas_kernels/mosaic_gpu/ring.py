@@ -18,12 +18,12 @@ from jax.typing import DTypeLike
 from pallas_kernels.mosaic_gpu.target import Target
 
 _TILE_BYTES: Final = 32 * 1024
-_MIN_KEYS: Final = 64  # rows of a tensor-core product of four warps
+_MIN_KEYS: Final = 64
 _TWO_BLOCKS: Final = 200 * 1024  # shared memory that holds two blocks of three stages
 
 
-def tile_keys(head_dim: int) -> int:
-    """Keys of a tile: 32 KiB of 16-bit keys and values, or more."""
+def keys_of_32_kib(head_dim: int) -> int:
+    """Keys whose 16-bit keys and values take 32 KiB, but at least 64: the rows of a warpgroup's product."""
     return max(_MIN_KEYS, _TILE_BYTES // (2 * 2 * head_dim))
 
 
@@ -39,6 +39,7 @@ class Ring:
     Attributes:
       target: the GPU.
       stages: tiles that it holds, at least 2.
+      keys: keys of a tile.
       page_size: tokens of a page.
       head_dim: width of a head, as stored.
       dtype: of the pool.
@@ -46,14 +47,10 @@ class Ring:
 
     target: Target
     stages: int
+    keys: int
     page_size: int
     head_dim: int
     dtype: DTypeLike
-
-    @property
-    def keys(self) -> int:
-        """Keys of a tile."""
-        return tile_keys(self.head_dim)
 
     @property
     def copy_keys(self) -> int:

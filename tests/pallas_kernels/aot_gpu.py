@@ -82,17 +82,18 @@ def dump_environment(folder: Path) -> dict[str, str]:
 
 
 def resources(folder: Path) -> dict[str, Resources]:
-    """Resources of every kernel that a process compiled, by name, from its dumps in `folder`."""
+    """Resources of the kernels that a process compiled, by name, from its dumps in `folder`; one kernel a name."""
     found = {}
     for path in sorted(folder.glob("*.ptxas")):
+        kernel = path.stem.rpartition("_")[0]  # a number follows, not the same one in every dump
         text = path.read_text()
-        memory = path.with_suffix(".resources.txt").read_text()
+        (memory,) = folder.glob(f"{kernel}_*.resources.txt")
         registers = [int(n) for n in re.findall(r"Used (\d+) registers", text)]
         spilled = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", text)]
-        shared = re.search(r"smem_scratch_bytes=(\d+)", memory)
+        shared = re.search(r"smem_scratch_bytes=(\d+)", memory.read_text())
         assert registers, f"{path} does not say how many registers are used"
-        assert shared, f"{path} has no shared memory beside it"
-        found[path.stem] = Resources(max(registers), sum(spilled), int(shared[1]))
+        assert shared, f"{memory} does not say how much shared memory is used"
+        found[kernel] = Resources(max(registers), sum(spilled), int(shared[1]))
     return found
 
 

@@ -1,0 +1,98 @@
+"""What the Mosaic GPU kernels refuse, before tracing and by name; what is chosen when nothing is named."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import default_implementation, paged_attention
+from pallas_kernels.mosaic_gpu import check, target
+
+F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
+
+
+def arguments(
+    dtype: Any = BF16, q_dtype: Any = None, head_dim: int = 64, page_size: int = 16, heads: tuple[int, int] = (4, 2)
+) -> dict[str, Any]:
+    return {
+        "q": jax.ShapeDtypeStruct((3, heads[0], head_dim), q_dtype or dtype),
+        "kv_pages": jax.ShapeDtypeStruct((6, page_size, heads[1] * 2 * head_dim), dtype),
+        "block_tables": jax.ShapeDtypeStruct((2, 3), jnp.int32),
+        "kv_scales": None,
+        "num_kv_heads": heads[1],
+        "max_query_len": 2,
+    }
+
+
+def checked(**changes: Any) -> None:
+    a = arguments(**changes)
+    check(a.pop("q"), a.pop("kv_pages"), a.pop("block_tables"), a.pop("kv_scales"), **a)
+
+
+WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "float32 pool": ({"dtype": F32}, ("q's dtype is float32", "bfloat16 or float16", "'xla'")),
+    "float32 queries": ({"q_dtype": F32}, ("q's dtype is float32", "bfloat16 or float16", "'xla'")),
+    "other dtypes": ({"q_dtype": F16}, ("q's dtype is float16", "that of kv_pages, bfloat16")),
+    "head_dim": ({"head_dim": 80}, ("head_dim is 80", "64, 128, 256", "padded_head_dim", "'xla'")),
+    "page_size": ({"page_size": 4}, ("page_size is 4", "8, 16, 32, 64, 128", "'xla'")),
+    "group": ({"heads": (17, 1)}, ("num_heads / num_kv_heads is 17", "1 to 16", "'xla'")),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_shapes_and_dtypes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "capability", lambda: (9, 0))
+    changes, words = WRONG[name]
+    with pytest.raises(ValueError) as error:
+        checked(**changes)
+    assert [word for word in ("mosaic_gpu", *words) if word not in str(error.value)] == [], str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "words"),
+    [
+        (None, 64, ("the platform is 'cpu'", "sm_80, sm_89, sm_90, sm_100, sm_120")),
+        ((7, 5), 64, ("the chip is sm_75", "sm_80, sm_89, sm_90, sm_100, sm_120")),
+        ((8, 9), 256, ("head_dim is 256 on sm_89", "64, 128")),
+        ((12, 0), 256, ("head_dim is 256 on sm_120", "64, 128")),
+    ],
+)
+def test_platforms_and_chips(
+    capability: tuple[int, int] | None, head_dim: int, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target, "capability", lambda: capability)
+    with pytest.raises(NotImplementedError) as error:
+        checked(head_dim=head_dim)
+    assert [word for word in ("mosaic_gpu", "'xla'", *words) if word not in str(error.value)] == [], str(error.value)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("page_size", [8, 16, 32, 64, 128])
+def test_what_is_supported_passes(head_dim: int, page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "capability", lambda: (9, 0))
+    for dtype in (BF16, F16):
+        for group in range(1, 17):
+            checked(dtype=dtype, head_dim=head_dim, page_size=page_size, heads=(group, 1))
+
+
+def attend(implementation: str | None) -> jax.Array:
+    return paged_attention(
+        jnp.ones((2, 4, 8)), jnp.ones((6, 2, 32)), jnp.ones((2, 3), jnp.int32), jnp.array([4, 2], jnp.int32),
+        jnp.array([0, 1, 2], jnp.int32), row_offset=0, num_kv_heads=2, scale=1.0, max_query_len=1,
+        implementation=implementation,
+    )  # fmt: skip
+
+
+def test_a_named_implementation_is_never_replaced() -> None:
+    with pytest.raises(NotImplementedError, match="mosaic_gpu"):
+        attend("mosaic_gpu")
+
+
+def test_a_gpu_defaults_to_the_kernels_where_they_take_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(target, "capability", lambda: (9, 0))
+    assert default_implementation() == "mosaic_gpu"
+    assert (attend(None) == 1).all()  # float32 and head_dim 8: xla
+    with pytest.raises(ValueError, match="mosaic_gpu"):
+        attend("mosaic_gpu")
