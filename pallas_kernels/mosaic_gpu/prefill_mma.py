@@ -89,7 +89,7 @@ def _body(
         shape = (rows, ring.keys)
         position = first_query + lax.broadcasted_iota(jnp.int32, shape, 0) // group
         key = first_key + lax.broadcasted_iota(jnp.int32, shape, 1)
-        visible = (key <= position) & (key > position - window) & (key < end)
+        visible = (key <= position) & (key > position - window)
         logits = jnp.zeros(shape, jnp.float32)
         for i, part in enumerate(queries):
             logits = plgpu.mma(logits, part, plgpu.load(tile.at[:, pl.ds(i * _DEPTH, _DEPTH)].T))

@@ -183,7 +183,7 @@ def _compute(
         row = warpgroup * rows + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
         position = first_query + row // group
         key = stream.first_key + tile * keys + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-        visible = (key <= position) & (key > position - window) & (key < end)
+        visible = (key <= position) & (key > position - window)
         logits = jnp.where(visible, to_log2(products), softmax.FLOOR)
         new_peak = jnp.maximum(peak, logits.max(axis=1))
         weights = jnp.exp2(logits - lax.broadcast_in_dim(new_peak, shape, [0]))
@@ -197,7 +197,7 @@ def _compute(
             plgpu.wgmma(ref, weights_ref, scratch["buffer"].at[stage, :, pl.ds(head_dim, head_dim)])
             return ref[...]
 
-        product = pl.run_scoped(weighted, plgpu.ACC((rows, head_dim), jnp.float32))
+        product = pl.run_scoped(weighted, plgpu.WGMMAAccumulatorRef((rows, head_dim), jnp.float32))
         acc = acc * lax.broadcast_in_dim(decay, acc.shape, [0]) + product
         plgpu.barrier_arrive(scratch["free"].at[stage])
         return acc, new_peak, total
@@ -210,7 +210,7 @@ def _compute(
             after = absorb(tile, carry, products)
             return after, ref[...]
 
-        return pl.run_scoped(overlapped, plgpu.ACC((rows, keys), jnp.float32))
+        return pl.run_scoped(overlapped, plgpu.WGMMAAccumulatorRef((rows, keys), jnp.float32))
 
     by_row = plgpu.Layout.WGMMA.reduce(1)
     nothing = (
@@ -218,7 +218,7 @@ def _compute(
         plgpu.layout_cast(jnp.full((rows,), softmax.FLOOR, jnp.float32), by_row),
         plgpu.layout_cast(jnp.zeros((rows,), jnp.float32), by_row),
     )
-    products = pl.run_scoped(first_logits, plgpu.ACC((rows, keys), jnp.float32))
+    products = pl.run_scoped(first_logits, plgpu.WGMMAAccumulatorRef((rows, keys), jnp.float32))
     last = stream.count - 1
     carry, products = lax.fori_loop(0, last, step, (nothing, products))
     acc, peak, total = absorb(last, carry, products)

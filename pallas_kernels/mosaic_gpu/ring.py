@@ -64,7 +64,8 @@ class Ring:
 
     def transforms(self) -> tuple[Any, ...]:
         """How matrices lie in shared memory so that reading them causes no bank conflicts."""
-        return plgpu.TilingTransform((8, 128 // jnp.dtype(self.dtype).itemsize)), plgpu.SwizzleTransform(128)
+        lanes = 128 // jnp.dtype(self.dtype).itemsize
+        return plgpu.TilingTransform((8, lanes)), plgpu.SwizzleTransform(128)  # type: ignore[abstract]
 
     def scratch(self) -> dict[str, Any]:
         """Scratch types: the buffer and, where barriers count the copies, one barrier a stage."""
