@@ -21,7 +21,6 @@ def check(
     q: Array,
     kv_pages: Array,
     block_tables: Array,
-    kv_scales: Array | None,
     *,
     num_kv_heads: int,
     max_query_len: int,
@@ -30,14 +29,12 @@ def check(
 
     Raises:
       ValueError: a dtype or a shape is none of those supported.
-      NotImplementedError: the platform or the chip is none of those supported, or `kv_scales` is given.
+      NotImplementedError: the platform or the chip is none of those supported.
     """
     del block_tables, max_query_len  # any will do
     problem = _unsupported_chip(q.shape[-1])
     if problem is not None:
         raise NotImplementedError(problem)
-    if kv_scales is not None:
-        raise NotImplementedError(_message("kv_scales", "an array", "None: floating-point pools"))
     for name, array in (("q", q), ("kv_pages", kv_pages)):
         if array.dtype.name not in _DTYPES:
             raise ValueError(_message(f"{name}'s dtype", array.dtype, " or ".join(_DTYPES)))
