@@ -22,7 +22,7 @@ def interpreted(mode: str, *, detect_races: bool = True) -> Iterator[None]:
             yield
             jax.effects_barrier()
         races = interpret_pallas_call.races
-        if races is not None and races.races_found:  # jax 0.11 only prints them
+        if races is not None and races.races_found:  # jax 0.11 only prints them, and keeps the last launch's
             pytest.fail("the interpreter found a race")
     finally:
         pltpu.reset_tpu_interpret_mode_state()
