@@ -22,7 +22,6 @@ def arguments(
         "q": jax.ShapeDtypeStruct((3, heads[0], head_dim), q_dtype or dtype),
         "kv_pages": jax.ShapeDtypeStruct((6, page_size, heads[1] * 2 * head_dim), dtype),
         "block_tables": jax.ShapeDtypeStruct((2, 3), jnp.int32),
-        "kv_scales": None,
         "num_kv_heads": heads[1],
         "max_query_len": 2,
     }
@@ -30,7 +29,7 @@ def arguments(
 
 def checked(**changes: Any) -> None:
     a = arguments(**changes)
-    unchecked(a.pop("q"), a.pop("kv_pages"), a.pop("block_tables"), a.pop("kv_scales"), **a)
+    unchecked(a.pop("q"), a.pop("kv_pages"), a.pop("block_tables"), **a)
 
 
 WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
