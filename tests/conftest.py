@@ -3,7 +3,7 @@
 import atexit
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,6 +32,18 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.fixture(autouse=True)
+def quick_compilation(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tiny programs that run for milliseconds are compiled without LLVM's expensive passes, but where cost is measured."""
+    quick = request.path.parent.name not in ("tests", "scripts") and request.path.stem not in (
+        "test_cost",
+        "test_in_place",
+    )
+    jax.config.update("jax_disable_most_optimizations", quick)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(name="make_tiny", scope="session")
