@@ -86,7 +86,9 @@ class Engine:
         """The attention implementation in use, and why."""
         if self.config.implementation is not None:
             return f"{self.config.implementation} (asked for)"
-        return f"{pallas_kernels.default_implementation()} (default on {self._runner.device.platform})"
+        name = pallas_kernels.default_implementation()
+        otherwise = "" if name == "xla" else ", or xla for a dtype or shape that it does not take"
+        return f"{name}{otherwise} (default on {self._runner.device.platform})"
 
     @property
     def max_request_len(self) -> int:

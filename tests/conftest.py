@@ -36,11 +36,9 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 @pytest.fixture(autouse=True)
 def quick_compilation(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tiny programs that run for milliseconds are compiled without LLVM's expensive passes, but where cost is measured."""
-    quick = request.path.parent.name not in ("tests", "scripts") and request.path.stem not in (
-        "test_cost",
-        "test_in_place",
-    )
+    """Tiny programs that run for milliseconds are compiled without LLVM's expensive passes, measured ones with them."""
+    is_tiny = request.path.parent.name not in ("tests", "scripts")  # where SmolLM2 runs
+    quick = is_tiny and request.path.stem not in ("test_cost", "test_in_place")
     jax.config.update("jax_disable_most_optimizations", quick)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
