@@ -36,8 +36,8 @@ def model():
     return functional(checkpoint().config)
 
 
-def requests():
-    return [pj.Request(prompt["prompt"], max_tokens=NEW, ignore_eos=True) for prompt in RECORD]
+def requests(record=RECORD):
+    return [pj.Request(prompt["prompt"], max_tokens=NEW, ignore_eos=True) for prompt in record]
 
 
 def make_engine(max_seqs, **changes):
@@ -46,11 +46,11 @@ def make_engine(max_seqs, **changes):
     return pj.Engine(model(), checkpoint().params, layout, checkpoint().tokenizer, config)
 
 
-def assert_recorded(answers):
+def assert_recorded(answers, record=RECORD):
     """Tokens must be equal wherever transformers' top two logits are further apart than both sides' error."""
     near_ties = sum(gap <= 2 * LOGITS_ATOL for prompt in RECORD for gap in prompt["gaps"])
     assert near_ties == 0, "record other prompts: a near tie says nothing"
-    for prompt, answer in zip(RECORD, answers, strict=True):
+    for prompt, answer in zip(record, answers, strict=True):
         assert answer.prompt_token_ids == prompt["prompt_ids"], prompt["name"]
         assert answer.token_ids == prompt["new_ids"], prompt["name"]
         assert answer.text == checkpoint().tokenizer.decode(prompt["new_ids"])
@@ -77,9 +77,11 @@ def test_greedy_text_in_one_batch():
     assert engine.stats.num_compilations <= 2 * (len(engine.config.decode_sizes) + len(engine.config.prefill_sizes)) + 1
 
 
-def test_greedy_text_one_by_one():
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_greedy_text_one_by_one(every):
     engine = make_engine(max_seqs=1, max_tokens_per_step=64)
-    assert_recorded([answer for request in requests() for answer in engine.generate([request])])
+    record = RECORD[::every]
+    assert_recorded([answer for request in requests(record) for answer in engine.generate([request])], record)
 
 
 def test_logits():
@@ -146,19 +148,15 @@ def loss_of(kv_dtype):
     return benchmark.negative_log_likelihood(checkpoint(), token_ids, benchmark.KV_DTYPES[kv_dtype], chunk=64)
 
 
-SHORT = [index for index, prompt in enumerate(RECORD) if len(prompt["prompt_ids"]) <= 120]
-
-
 @pytest.mark.parametrize(
     ("page_size", "num_pages", "changes"),
     [
-        # 40 pages of 16 are too few for all: sequences are preempted again and again.
-        (16, 40, {"max_seqs": 16, "max_tokens_per_step": 64}),
+        (16, 12, {"max_seqs": 4, "max_tokens_per_step": 32}),  # too few pages for all: sequences are preempted
         pytest.param(16, 400, {"max_seqs": 16, "prefix_caching": False}, marks=pytest.mark.slow),
-        pytest.param(4, 200, {"max_seqs": 4, "max_tokens_per_step": 8}, marks=pytest.mark.slow),
-        pytest.param(64, 40, {"max_seqs": 4}, marks=pytest.mark.slow),
-        pytest.param(4, 60, {"max_seqs": 16, "max_tokens_per_step": 512}, marks=pytest.mark.slow),
-        pytest.param(64, 10, {"max_seqs": 16, "max_tokens_per_step": 64}, marks=pytest.mark.slow),
+        pytest.param(4, 400, {"max_seqs": 4, "max_tokens_per_step": 8}, marks=pytest.mark.slow),
+        pytest.param(64, 100, {"max_seqs": 1}, marks=pytest.mark.slow),
+        pytest.param(4, 40, {"max_seqs": 16, "max_tokens_per_step": 512}, marks=pytest.mark.slow),
+        pytest.param(64, 6, {"max_seqs": 4, "max_tokens_per_step": 64}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -167,7 +165,7 @@ def test_the_memory_system_changes_no_token(page_size, num_pages, changes):
     config = pj.EngineConfig(**({"max_model_len": 256} | changes))
     layout = model().kv_layout(num_pages=num_pages, page_size=page_size)
     engine = pj.Engine(model(), checkpoint().params, layout, None, config)
-    prompts = [RECORD[index] for index in SHORT]
+    prompts = sorted(RECORD, key=lambda prompt: len(prompt["prompt_ids"]))[3:7]
     asked = [pj.Request(prompt["prompt_ids"], max_tokens=24, n=2) for prompt in (*prompts, *prompts)]
     answers = engine.generate(asked)
     for request, pair in zip((*prompts, *prompts), zip(answers[::2], answers[1::2], strict=True), strict=True):
@@ -175,6 +173,6 @@ def test_the_memory_system_changes_no_token(page_size, num_pages, changes):
             assert answer.token_ids == request["new_ids"][:24], request["name"]
     metrics = engine.metrics()
     assert metrics.pages_live == 0
-    assert (metrics.prefix.hit > 0) == config.prefix_caching
-    if num_pages in (40, 60, 10) and config.max_seqs == 16:
+    assert (metrics.prefix.hit + metrics.prefix.rehit > 0) == config.prefix_caching
+    if num_pages < 100:
         assert metrics.num_preemptions > 0
