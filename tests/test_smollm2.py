@@ -77,18 +77,19 @@ def test_greedy_text_in_one_batch():
     assert engine.stats.num_compilations <= 2 * (len(engine.config.decode_sizes) + len(engine.config.prefill_sizes)) + 1
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
 def test_greedy_text_one_by_one(every):
     engine = make_engine(max_seqs=1, max_tokens_per_step=64)
     record = RECORD[::every]
     assert_recorded([answer for request in requests(record) for answer in engine.generate([request])], record)
 
 
-def test_logits():
-    """All prompts at once: prompts in ragged chunks, then 63 decode steps that are fed the recorded tokens."""
+@pytest.mark.parametrize(("num_seqs", "new"), [(14, 12), pytest.param(len(RECORD), NEW, marks=pytest.mark.slow)])
+def test_logits(num_seqs, new):
+    """All prompts at once: prompts in ragged chunks, then decode steps that are fed the recorded tokens."""
     recorded = np.load(DATA / "smollm2_logits.npz")
-    ids, expected = jnp.asarray(recorded["ids"]), recorded["logits"]
-    num_seqs, chunk = len(RECORD), 512
+    ids, expected = jnp.asarray(recorded["ids"][:num_seqs, :new]), recorded["logits"][:num_seqs, :new]
+    chunk = 512
     layout = model().kv_layout(num_pages=400, page_size=16)
     append = jax.jit(pj.append, static_argnames="num_tokens", donate_argnums=0)
     append_decode = jax.jit(pj.append_decode, donate_argnums=0)
@@ -105,7 +106,7 @@ def test_logits():
     cache = pj.PagedCache.create(layout, max_seqs=num_seqs, pages_per_seq=MAX_LEN // 16)
     cache = replace(cache, kv=replace(cache.kv, pages=jnp.full_like(cache.kv.pages, jnp.nan)))
     got = np.full(expected.shape, np.nan, np.float32)
-    prompts = [prompt["prompt_ids"] for prompt in RECORD]
+    prompts = [prompt["prompt_ids"] for prompt in RECORD[:num_seqs]]
     done = [0] * num_seqs
     while any(d < len(p) for d, p in zip(done, prompts, strict=True)):
         budget, counts = chunk, []
@@ -121,8 +122,8 @@ def test_logits():
         for s, count in enumerate(counts):
             if count and done[s] == len(prompts[s]):
                 got[s, 0] = rows[s]
-    for position in range(1, NEW):
-        fed = [prompt["new_ids"][position - 1] for prompt in RECORD]
+    for position in range(1, new):
+        fed = [prompt["new_ids"][position - 1] for prompt in RECORD[:num_seqs]]
         cache, batch, ok = append_decode(cache, jnp.ones(num_seqs, bool))
         assert ok
         cache, hidden = step(cache, batch, fed)
@@ -134,7 +135,8 @@ PERPLEXITY_CHANGE = {"int8": 0.01, "float8_e4m3fn": 0.05}
 """Most that the perplexity of a short text may change with the dtype of the pages; README has the figures."""
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
 def test_perplexity_with_quantised_pages(kv_dtype):
     loss, exact = (loss_of(dtype) for dtype in (kv_dtype, "float32"))
     assert 2 < exact < 6, "not a language model's loss"
@@ -148,15 +150,16 @@ def loss_of(kv_dtype):
     return benchmark.negative_log_likelihood(checkpoint(), token_ids, benchmark.KV_DTYPES[kv_dtype], chunk=64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page_size", "num_pages", "changes"),
     [
         (16, 12, {"max_seqs": 4, "max_tokens_per_step": 32}),  # too few pages for all: sequences are preempted
-        pytest.param(16, 400, {"max_seqs": 16, "prefix_caching": False}, marks=pytest.mark.slow),
-        pytest.param(4, 400, {"max_seqs": 4, "max_tokens_per_step": 8}, marks=pytest.mark.slow),
-        pytest.param(64, 100, {"max_seqs": 1}, marks=pytest.mark.slow),
-        pytest.param(4, 40, {"max_seqs": 16, "max_tokens_per_step": 512}, marks=pytest.mark.slow),
-        pytest.param(64, 6, {"max_seqs": 4, "max_tokens_per_step": 64}, marks=pytest.mark.slow),
+        (16, 400, {"max_seqs": 16, "prefix_caching": False}),
+        (4, 400, {"max_seqs": 4, "max_tokens_per_step": 8}),
+        (64, 100, {"max_seqs": 1}),
+        (4, 40, {"max_seqs": 16, "max_tokens_per_step": 512}),
+        (64, 6, {"max_seqs": 4, "max_tokens_per_step": 64}),
     ],
     ids=str,
 )
