@@ -34,6 +34,11 @@ settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest tests first, so that two processes come to their end together."""
+    items.sort(key=lambda item: item.path.stem != "test_smollm2")
+
+
 @pytest.fixture(autouse=True)
 def quick_compilation(request: pytest.FixtureRequest) -> Iterator[None]:
     """Tiny programs that run for milliseconds are compiled without LLVM's expensive passes, measured ones with them."""

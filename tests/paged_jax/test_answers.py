@@ -58,6 +58,7 @@ def numpy_logprobs(token_ids):
     return rows[np.arange(len(rows)), token_ids[1:]], rows
 
 
+@pytest.mark.slow
 def test_warm_up_compiles_what_requests_like_these_need():
     scored = pj.Request([1, 2], max_tokens=3, sampling=pj.SamplingParams(1.0), prompt_logprobs=True)
     engine().warm_up(scored)

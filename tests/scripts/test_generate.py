@@ -66,7 +66,8 @@ def test_output_file(run, tmp_path):
         assert row in out
     assert records[0]["text"] not in out
 
-    status, out, err = run("--prompts", prompts, "--output", output, "--max-tokens", 5, "--ignore-eos", "--quiet")
+    again = ("--prompts", prompts, "--output", output, "--max-tokens", 5, "--ignore-eos", "--max-seqs", 2)
+    status, out, err = run(*again, "--quiet")
     assert (status, out, err) == (0, "", "")
     assert [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()] == records
 
@@ -82,7 +83,7 @@ def test_stream(run, tmp_path):
     places = [out.index(f"[{i}] {prompt}") for i, prompt in enumerate(PROMPTS, start=1)]
     assert places == sorted(places)
     assert "of 39 (4 tokens each)" in out
-    quiet = run(*prompt_arguments(), "--max-tokens", 5, "--quiet")[1]
+    quiet = run(*prompt_arguments(), "--max-tokens", 5, *pool, "--quiet")[1]
     assert out.startswith(quiet)
     assert "prefill" not in quiet
 
