@@ -31,7 +31,7 @@ def shared_engine(**changes):
 def fresh(**changes):
     """A shared engine with nothing cached: compiling is what costs."""
     engine = shared_engine(**changes)
-    engine.reset_prefix_cache()
+    engine.update_params(reader_params())  # the state machine may have left others; nothing is cached after this
     assert_all_free(engine)
     return engine
 
