@@ -210,7 +210,7 @@ def _request(args: argparse.Namespace, arrival: float, token_ids: list[int]) -> 
 def replay(
     engine: Engine, trace: Sequence[TraceRequest], clock: Clock, encode: Callable[[str], list[int]]
 ) -> list[Served]:
-    """Serves a trace; every answer has its full length, whatever tokens come."""
+    """Serves a trace; an answer has its full length, whatever tokens come, unless the context cuts it."""
     served = [Served(request.arrival) for request in trace]
     followers: dict[int, list[int]] = {}
     due: list[tuple[float, int]] = []
@@ -220,6 +220,7 @@ def replay(
         else:
             followers.setdefault(request.follows, []).append(index)
     running: dict[int, int] = {}
+    samples_left = [request.n for request in trace]
     progress = tqdm(total=len(trace), desc="requests", disable=None, leave=False)
     while due or running:
         if not running:
@@ -234,8 +235,8 @@ def replay(
             record.times.setdefault(event.sample, []).append(now)
             if event.sample == 0:
                 record.answer.append(event.token_id)
-            finished = sum(len(times) == trace[index].max_tokens for times in record.times.values())
-            if event.finish_reason is not None and finished == trace[index].n:
+            samples_left[index] -= event.finish_reason is not None
+            if not samples_left[index]:
                 del running[event.request_id]
                 progress.update()
                 for follower in followers.get(index, []):

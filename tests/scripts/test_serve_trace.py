@@ -100,6 +100,12 @@ def test_what_is_refused_is_reported_and_the_rest_served(engine):
     assert "TTFT p99" in serve_trace.format_rows([row, row])
 
 
+def test_an_answer_that_the_context_cuts_ends_its_request(engine):
+    trace = [TraceRequest(0.0, token_ids=[1] * 510, max_tokens=9), TraceRequest(0.0, token_ids=[2], max_tokens=1)]
+    served = replay(engine, trace)
+    assert [len(record.answer) for record in served] == [2, 1]
+
+
 def test_ideal_hits():
     trace = [TraceRequest(float(i)) for i in range(3)] + [TraceRequest(3.0, cache_salt="x")]
     prompts = ([1, 2, 3], [1, 2, 3, 4, 5], [1, 9], [1, 2, 3])
