@@ -69,7 +69,6 @@ class Engine:
         self.config = config or EngineConfig()
         self.layout = layout
         self.stats = EngineStats(layout)
-        self._tokenizer = tokenizer
         steps = Steps(model, page_size=layout.page_size, logits_processor=logits_processor)
         self._runner = Runner(steps, params, layout, self.config)
         self._always = Needs(sampling=logits_processor is not None, context=logits_processor is not None)

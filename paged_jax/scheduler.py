@@ -216,6 +216,8 @@ class Scheduler:
         return grown + _tail_copies(sequence for sequence, _ in counts)
 
     def _admit(self, plan: StepPlan, num_free: int) -> None:
+        if not self.waiting:
+            return  # most steps
         budget = self._config.max_tokens_per_step - plan.num_tokens
         pending = {key for sequence in self.running for key in self._pending(sequence)}
         for sequence in list(self.waiting):
@@ -276,9 +278,9 @@ class Scheduler:
         """Keys of the pages of its known tokens that a running sequence has yet to publish."""
         if not sequence.publishes or sequence.num_left == 1:
             return []
-        return sequence.keys.upto(sequence.tokens, len(sequence.tokens) // self._layout.page_size)[
-            len(sequence.named) :
-        ]
+        num_full = len(sequence.tokens) // self._layout.page_size
+        keys = sequence.keys.upto(sequence.tokens, num_full)
+        return keys[len(sequence.named) :]
 
     def _publications(self, plan: StepPlan) -> list[Publication]:
         published: list[Publication] = []

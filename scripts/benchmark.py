@@ -34,6 +34,7 @@ from models.registry import Checkpoint
 from models.transformer import FunctionalModel, functional
 from paged_jax import Batch, Engine, EngineConfig, KVLayout, KVPages, PagedCache, Request, append, size_pool
 from paged_jax import batch as batches
+from paged_jax.layout import ceil_div
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 KV_DTYPES = {**DTYPES, "int8": jnp.int8, "float8_e4m3fn": jnp.float8_e4m3fn}
@@ -130,7 +131,7 @@ def overhead(args: argparse.Namespace) -> list[dict[str, Any]]:
     for num_seqs in args.sequences:
         max_len = 64 + args.steps + 1
         config = EngineConfig(max_seqs=num_seqs, max_model_len=max_len, max_tokens_per_step=max(64, 2 * num_seqs))
-        layout = KVLayout(1, num_seqs * -(-max_len // args.page_size) + 1, args.page_size, 1, 2)
+        layout = KVLayout(1, num_seqs * ceil_div(max_len, args.page_size) + 1, args.page_size, 1, 2)
         engine = Engine(_NoModel(), {"none": jnp.zeros(1)}, layout, None, config)
         engine.warm_up()
         rng = np.random.default_rng(0)
@@ -197,7 +198,7 @@ def negative_log_likelihood(
     """Mean over all tokens but the first, in nats; every key and value is read from pages of `kv_dtype`."""
     model = functional(checkpoint.config)
     given, targets = np.asarray(token_ids[:-1], np.int32), np.asarray(token_ids[1:], np.int32)
-    pages_per_seq = -(-len(given) // page_size)
+    pages_per_seq = ceil_div(len(given), page_size)
     layout = model.kv_layout(num_pages=pages_per_seq + 1, page_size=page_size, dtype=kv_dtype)
     cache = PagedCache.create(layout, max_seqs=1, pages_per_seq=pages_per_seq)
 
@@ -251,7 +252,7 @@ def contiguous_attention(
 
 def _paged_step(checkpoint: Checkpoint, num_seqs: int, context: int, page_size: int, dtype: str) -> Callable[[], float]:
     model = functional(checkpoint.config)
-    pages_per_seq = -(-context // page_size)
+    pages_per_seq = ceil_div(context, page_size)
     layout = model.kv_layout(num_pages=num_seqs * pages_per_seq + 1, page_size=page_size, dtype=DTYPES[dtype])
     page_ids = np.random.default_rng(0).permutation(np.arange(1, layout.num_pages, dtype=np.int32))
     tables = jnp.asarray(page_ids.reshape(num_seqs, pages_per_seq))
@@ -307,7 +308,7 @@ def _interleave(cases: dict[Any, Callable[[], Any]], rounds: int) -> dict[Any, l
 
 
 def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+    return ceil_div(number, multiple) * multiple
 
 
 def format_table(rows: Sequence[dict[str, Any]]) -> str:

@@ -272,8 +272,7 @@ def table(engine: Engine, seconds: float) -> str:
         ("attention", engine.implementation),
         ("total", f"{seconds:.1f} s with compilation"),
     ]  # fmt: skip
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+    return _aligned(rows)
 
 
 def stats_table(engine: Engine) -> str:
@@ -288,6 +287,10 @@ def stats_table(engine: Engine) -> str:
         ("pages now", f"{metrics.pages_live} live, {metrics.pages_cached} cached, {metrics.pages_free} free"),
         ("largest batch", f"{engine.stats.peak_seqs} sequences"),
     ]
+    return _aligned(rows)
+
+
+def _aligned(rows: Sequence[tuple[str, str]]) -> str:
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
