@@ -1,6 +1,5 @@
 """An answer as it grows: its text, its log probabilities and its end; and what a step must compute for it."""
 
-import math
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,9 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from paged_jax import sampling
-from paged_jax.request import Completion, Request, Times, TokenEvent, Tokenizer
+from paged_jax.request import Completion, Request, Times, TokenEvent, Tokenizer, TokenStream
+from paged_jax.sampling import Logprobs
 from paged_jax.sequence import SequenceState
-from paged_jax.steps import Extras, StepOutput
+from paged_jax.steps import Extras
 from paged_jax.stop import StopFilter
 
 
@@ -38,15 +38,14 @@ class Answer:
 
     Attributes:
       sequence, request: as given.
-      needs: what it wants of its steps at most.
+      next_needs: what it wants of its next step: the prompt is scored once.
       prompt_logprobs: float32 [prompt_len - 1], filled as the prompt is computed; empty if not asked for.
     """
 
     def __init__(self, sequence: SequenceState, request: Request, tokenizer: Tokenizer | None) -> None:
         self.sequence = sequence
         self.request = request
-        self.needs = needs_of(request)
-        self._later_needs = self.needs._replace(prompt_logprobs=False)
+        self.next_needs = needs_of(request)
         self.prompt_logprobs = np.zeros(sequence.prompt_len - 1 if request.prompt_logprobs else 0, np.float32)
         end_ids = frozenset() if tokenizer is None or request.ignore_eos else tokenizer.eos_ids
         self._end_ids = end_ids | frozenset(request.stop_ids)
@@ -54,20 +53,15 @@ class Answer:
         self._filter = StopFilter(request.stop_strings) if request.stop_strings else None
         self._text: list[str] = []
         self._arrived = time.perf_counter()
-        self._started = self._first_token = self._ended = math.nan
+        self._started: float | None = None
+        self._first_token: float | None = None
+        self._ended: float | None = None
         self._logprobs: list[float] = []
         self._top_logprobs: list[dict[int, float]] = []
 
-    @property
-    def next_needs(self) -> Needs:
-        """What it wants of its next step: prompts are scored only while they are computed."""
-        if self.sequence.num_cached < len(self.prompt_logprobs):
-            return self.needs
-        return self._later_needs
-
     def start(self) -> None:
-        """The sequence takes part in a step; the first time counts."""
-        if math.isnan(self._started):
+        """The sequence was admitted; the first time counts."""
+        if self._started is None:
             self._started = time.perf_counter()
 
     def end(self, reason: str) -> None:
@@ -78,26 +72,31 @@ class Answer:
     def fork_from(self, parent: "Answer") -> None:
         """Its prompt was computed by another of the request's samples."""
         self._started = parent._started
+        self.next_needs = parent.next_needs
         self.prompt_logprobs[:] = parent.prompt_logprobs
 
     def take_prompt(self, logprobs: np.ndarray, num_cached: int) -> None:
         """Takes the log probabilities that a step computed of the tokens after `num_cached` and those that follow."""
         part = self.prompt_logprobs[num_cached : num_cached + len(logprobs)]
         part[:] = logprobs[: len(part)]
+        if num_cached + len(part) == len(self.prompt_logprobs):
+            self.next_needs = self.next_needs._replace(prompt_logprobs=False)
 
-    def take_token(self, output: StepOutput, row: int) -> TokenEvent:
-        """Takes the token of one row of a step: adds it to the sequence, and ends it if it is the last."""
-        sequence, token = self.sequence, int(output.tokens[row])
+    def take_token(self, token: int, logprobs: Logprobs | None, row: int) -> TokenEvent:
+        """Takes the token that a step computed, and its log probabilities, which are of that row: adds it to the
+        sequence, and ends it if it is the last."""
+        sequence = self.sequence
         sequence.tokens.append(token)
-        if math.isnan(self._first_token):
+        if self._first_token is None:
             self._first_token = time.perf_counter()
         is_end = token in self._end_ids
         if is_end or len(sequence.tokens) == sequence.max_len:
             self.end("stop" if is_end else "length")
-        text = self._new_text(token, is_end)
+        text = "" if self._stream is None else self._new_text(self._stream, token, is_end)
         if self.request.logprobs is None:
             return TokenEvent(sequence.request_id, token, text, sequence.finish_reason, sequence.child)
-        logprob, top = self._new_logprobs(output, row, self.request.logprobs)
+        assert logprobs is not None
+        logprob, top = self._new_logprobs(logprobs, row, self.request.logprobs)
         return TokenEvent(sequence.request_id, token, text, sequence.finish_reason, sequence.child, logprob, top)
 
     def completion(self) -> Completion:
@@ -119,17 +118,15 @@ class Answer:
 
     def _times(self) -> Times:
         # What an aborted answer never reached took no time.
-        started, first, ended = (
-            self._ended if math.isnan(x) else x for x in (self._started, self._first_token, self._ended)
-        )
+        ended = self._ended
+        assert ended is not None, "the answer is not finished"
+        started, first = (ended if time is None else time for time in (self._started, self._first_token))
         return Times(queue=started - self._arrived, prefill=first - started, decode=ended - first)
 
-    def _new_text(self, token: int, is_end: bool) -> str:
-        if self._stream is None:
-            return ""
-        text = "" if is_end else self._stream.push(token)
+    def _new_text(self, stream: TokenStream, token: int, is_end: bool) -> str:
+        text = "" if is_end else stream.push(token)
         if self.sequence.finish_reason is not None:
-            text += self._stream.finish()
+            text += stream.finish()
         if self._filter is not None:
             text = self._filter.push(text)
             if self._filter.stopped:
@@ -139,10 +136,9 @@ class Answer:
         self._text.append(text)
         return text
 
-    def _new_logprobs(self, output: StepOutput, row: int, count: int) -> tuple[float, dict[int, float]]:
-        assert output.logprobs is not None
-        logprob = float(output.logprobs.chosen[row])
-        ids, values = output.logprobs.top_ids[row, :count].tolist(), output.logprobs.top[row, :count].tolist()
+    def _new_logprobs(self, logprobs: Logprobs, row: int, count: int) -> tuple[float, dict[int, float]]:
+        logprob = float(logprobs.chosen[row])
+        ids, values = logprobs.top_ids[row, :count].tolist(), logprobs.top[row, :count].tolist()
         top = dict(zip(ids, values, strict=True))
         self._logprobs.append(logprob)
         self._top_logprobs.append(top)

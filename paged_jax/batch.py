@@ -6,6 +6,7 @@ from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Int32
 
@@ -37,7 +38,7 @@ class Batch:
     cu_query_lens: Array
     positions: Array
     slot_mapping: Array
-    logit_rows: Array
+    logit_rows: Array | np.ndarray
     max_query_len: int = field(metadata={"static": True})
     implementation: str | None = field(default=None, metadata={"static": True})
 

@@ -137,12 +137,10 @@ class Engine:
         """
         with self._lock:
             started, compiled = time.perf_counter(), self._runner.steps.compile_seconds
-            while (row := self._scheduler.preempt(self._runner.num_free)) is not None:
-                self._runner.release([row])
-            plan = self._scheduler.plan(self._runner.num_free)
+            plan = self._scheduler.plan(self._runner.num_free, self._runner.release_row)
             if plan is None:
                 return []
-            for sequence, _ in plan.counts:
+            for sequence in plan.admitted:
                 self._answers[sequence].start()
             try:
                 output = self._runner.run(plan, self._extras)
@@ -157,9 +155,8 @@ class Engine:
             if forks:
                 self._runner.fork(forks)
             elapsed = time.perf_counter() - started - (self._runner.steps.compile_seconds - compiled)
-            self.stats.record(
-                plan, elapsed, self._runner.steps, live_pages=live_pages(self._scheduler, self._runner, self.layout)
-            )
+            live = live_pages(self._scheduler, self._runner, self.layout)
+            self.stats.record(plan, elapsed, self._runner.steps, self._runner.seq_lens, live_pages=live)
             events = self._accept(plan, output)
             self._give_back(plan)
             self._streams.deal(events)
@@ -345,8 +342,8 @@ class Engine:
         return Needs(*map(any, zip(self._always, *wanted, strict=True)))
 
     def _extras(self, rows: Sequence[tuple[SequenceState, int]], num_tokens: int, num_rows: int) -> Extras:
-        running = [(self._answers[sequence], count) for sequence, count in rows]
-        needs = self._union({answer.next_needs for answer, count in running if count})
+        needs = self._union({self._answers[sequence].next_needs for sequence, count in rows if count})
+        running = [(self._answers[sequence], count) for sequence, count in rows] if any(needs) else []
         return self._make_extras(needs, running, num_tokens, num_rows)
 
     def _make_extras(
@@ -355,25 +352,26 @@ class Engine:
         return answers.extras(needs, running, num_tokens=num_tokens, rows=num_rows, max_len=self.config.max_model_len)
 
     def _accept(self, plan: StepPlan, output: StepOutput) -> list[TokenEvent]:
+        if output.prompt_logprobs is not None:
+            start = 0
+            for sequence, count in plan.counts:
+                logprobs = np.asarray(output.prompt_logprobs[start : start + count])
+                self._answers[sequence].take_prompt(logprobs, sequence.num_cached - count)
+                start += count
         events = []
-        start = 0
-        for row, (sequence, count) in enumerate(plan.counts):
-            answer = self._answers[sequence]
-            if output.prompt_logprobs is not None:
-                answer.take_prompt(
-                    np.asarray(output.prompt_logprobs)[start : start + count], sequence.num_cached - count
-                )
-            start += count
+        tokens = output.tokens.tolist()
+        for row, (sequence, _) in enumerate(plan.counts):
             if sequence.num_cached < len(sequence.tokens):
                 continue  # a chunk that ends inside the prompt
+            answer = self._answers[sequence]
             if len(sequence.tokens) == sequence.max_len:
                 answer.end("length")  # only scored
             else:
-                events.append(answer.take_token(output, row))
+                events.append(answer.take_token(tokens[row], output.logprobs, row))
         forked = [(parent, child) for parent, children in plan.forked for child in children]
         for row, (parent, child) in enumerate(forked, start=len(plan.counts)):
             self._answers[child].fork_from(self._answers[parent])
-            events.append(self._answers[child].take_token(output, row))
+            events.append(self._answers[child].take_token(tokens[row], output.logprobs, row))
         return events
 
     def _give_back(self, plan: StepPlan) -> None:

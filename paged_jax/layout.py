@@ -143,6 +143,6 @@ class KVLayout:
         return scales[..., 0::2], scales[..., 1::2]
 
 
-def ceil_div[T: (int, Array)](a: T, b: int) -> T:
+def ceil_div[T: (int, Array, np.ndarray)](a: T, b: int) -> T:
     """Pages for `a` tokens with `b` tokens a page: a / b rounded up."""
     return -(-a // b)

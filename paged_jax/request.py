@@ -1,8 +1,9 @@
 """What goes into an engine and what comes out: requests, tokens, finished answers; and the tokenizer between."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from paged_jax.sampling import MAX_TOP_LOGPROBS, SamplingParams
 
@@ -100,8 +101,7 @@ class Request:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
-@dataclass(frozen=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """One new token.
 
     Attributes:
@@ -122,7 +122,7 @@ class TokenEvent:
     finish_reason: str | None
     sample: int = 0
     logprob: float | None = None
-    top_logprobs: Mapping[int, float] = field(default_factory=dict)
+    top_logprobs: Mapping[int, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)

@@ -75,22 +75,25 @@ class Runner:
 
         Rows are the plan's sequences in order, then the children that fork from them.
         """
-        rows = list(plan.counts)
-        logit_rows = list(np.cumsum([count for _, count in plan.counts]) - 1)
-        place = {sequence: row for row, (sequence, _) in enumerate(plan.counts)}
-        for parent, children in plan.forked:
-            rows += [(child, 0) for child in children]
-            logit_rows += [logit_rows[place[parent]]] * len(children)
+        counts = [count for _, count in plan.counts]
+        logit_rows = (np.cumsum(counts) - 1).tolist()
+        rows = plan.counts
+        if plan.forked:
+            place = {sequence: row for row, (sequence, _) in enumerate(rows)}
+            pairs = [(parent, child) for parent, children in plan.forked for child in children]
+            logit_rows += [logit_rows[place[parent]] for parent, _ in pairs]
+            rows = rows + [(child, 0) for _, child in pairs]
 
-        longest = max(count for _, count in plan.counts)
+        longest = max(counts)
         sizes = self._config.decode_sizes if longest == 1 else self._config.prefill_sizes
         size = next(size for size in sizes if size >= max(plan.num_tokens, len(rows)))
         token_ids = np.zeros(size, np.int32)
-        tokens = [sequence.tokens[sequence.num_cached : sequence.num_cached + count] for sequence, count in plan.counts]
-        token_ids[: plan.num_tokens] = np.concatenate(tokens)
+        token_ids[: plan.num_tokens] = [
+            token for seq, count in plan.counts for token in seq.tokens[seq.num_cached : seq.num_cached + count]
+        ]
 
-        self._adopt(plan.adopted)
-        batch = self._append(plan, size, 1 if longest == 1 else size)
+        self._adopt([sequence for sequence in plan.admitted if sequence.named])
+        batch = self._append(plan, counts, size, 1 if longest == 1 else size)
         num_rows = min(size, self._config.max_seqs)
         wanted = np.zeros(num_rows, np.int32)
         wanted[: len(logit_rows)] = logit_rows
@@ -121,6 +124,11 @@ class Runner:
         mask[list(rows)] = True
         self._tables, self._pool = self.steps.release(self._tables, self._pool, mask)
 
+    def release_row(self, row: int) -> int:
+        """Gives back the pages of a row and returns how many are free then."""
+        self.release([row])
+        return self.num_free
+
     def release_before(self, first_pages: Mapping[int, int]) -> None:
         """Gives back the pages of rows before a logical page."""
         first = np.zeros(self._config.max_seqs, np.int32)
@@ -147,12 +155,13 @@ class Runner:
             row = np.int32(sequence.placed_row)
             self._tables, self._pool = self.steps.adopt(self._tables, self._pool, row, page_ids, length)
 
-    def _append(self, plan: StepPlan, num_tokens: int, longest: int) -> Batch:
+    def _append(self, plan: StepPlan, query_lens: list[int], num_tokens: int, longest: int) -> Batch:
         counts = np.zeros(self._config.max_seqs, np.int32)
         rereads = np.zeros(self._config.max_seqs, np.int32)
-        for sequence, count in plan.counts:
-            counts[sequence.row] = count - sequence.rereads
-            rereads[sequence.row] = sequence.rereads
+        rows = [sequence.placed_row for sequence, _ in plan.counts]
+        rereads[rows] = [sequence.rereads for sequence, _ in plan.counts]
+        counts[rows] = query_lens
+        counts -= rereads
         updates = PageUpdates.none(num_tokens, self._config.max_seqs, self._layout.page_size)
         updates.evicted[: len(plan.evicted)] = plan.evicted
         for i, publication in enumerate(plan.published):
@@ -174,10 +183,11 @@ class Runner:
         )
 
     def _compute(self, token_ids: np.ndarray, batch: Batch, logit_rows: np.ndarray, extras: Extras) -> StepOutput:
-        inputs, rows, batch, extras = jax.device_put((token_ids, logit_rows, batch, extras), self.device)
-        batch = replace(batch, logit_rows=rows, implementation=self._config.implementation)
-        output, self._kv = self.steps.step(self.params, inputs, batch, self._kv, extras)
-        return jax.device_get(output)
+        if self.device != self._host:
+            batch = jax.device_put(batch, self.device)
+        batch = replace(batch, logit_rows=logit_rows, implementation=self._config.implementation)
+        output, self._kv = self.steps.step(self.params, token_ids, batch, self._kv, extras)
+        return jax.tree.map(np.asarray, output)
 
 
 def _cpu_device() -> jax.Device:

@@ -9,7 +9,7 @@ oldest sequence never gives way and fits the pool alone, so it always comes to i
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,24 +43,23 @@ class StepPlan:
 
     Attributes:
       counts: (sequence, tokens to compute) in the order of their rows, each number at least 1.
+      num_tokens: the sum of these numbers.
+      num_new_pages: pages that the step takes from the pool.
       evicted: pages that the index has forgotten; they are released before anything is allocated.
-      adopted: sequences admitted with cached pages (`named`), to be put into their rows first.
+      admitted: sequences that start in this step; their cached pages (`named`) are to be put into their rows first.
       published: pages that the step fills and the index will name.
       forked: sequences whose prompt ends in this step, and the children that fork from each.
       is_prefill: whether some sequence computes part of its prompt.
     """
 
-    counts: list[tuple[SequenceState, int]] = field(default_factory=list)
+    counts: list[tuple[SequenceState, int]]
+    num_tokens: int = 0
+    num_new_pages: int = 0
     evicted: list[int] = field(default_factory=list)
-    adopted: list[SequenceState] = field(default_factory=list)
+    admitted: list[SequenceState] = field(default_factory=list)
     published: list[Publication] = field(default_factory=list)
     forked: list[tuple[SequenceState, list[SequenceState]]] = field(default_factory=list)
     is_prefill: bool = False
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the step."""
-        return sum(count for _, count in self.counts)
 
 
 @dataclass
@@ -112,34 +111,33 @@ class Scheduler:
         """Puts a sequence at the end of the queue."""
         self.waiting.append(sequence)
 
-    def preempt(self, num_free: int) -> int | None:
-        """Makes the newest running sequence give way if the running ones lack pages for their next step.
+    def plan(self, num_free: int, release: Callable[[int], int]) -> StepPlan | None:
+        """Makes room for the running sequences, admits what fits, and gives the next step; None when nothing is left to
+        do.
 
         Args:
           num_free: free pages of the pool.
-
-        Returns:
-          The row whose pages are to be released, after which it must be asked again; None if there is room.
+          release: gives back the pages of a row, whose sequence gives way, and returns how many are free then.
         """
-        if self._pages_needed(self._running_counts()) <= num_free + self.index.num_unused:
+        counts = self._running_counts()
+        needed = self._pages_needed(counts)
+        while needed > num_free + self.index.num_unused:
+            assert len(self.running) > 1, "a sequence that cannot fit the pool alone was not refused"
+            self.num_preemptions += 1
+            num_free = release(self._requeue(self.running[-1]))
+            counts = self._running_counts()
+            needed = self._pages_needed(counts)
+        plan = StepPlan(counts)
+        if self.waiting:  # in most steps nobody is
+            self._admit(plan, num_free)
+            needed = self._pages_needed(counts)
+        if not counts:
             return None
-        assert len(self.running) > 1, "a sequence that cannot fit the pool alone was not refused"
-        self.num_preemptions += 1
-        return self._requeue(self.running[-1])
-
-    def plan(self, num_free: int) -> StepPlan | None:
-        """Admits what fits and gives the next step, or None when nothing is left to do.
-
-        Args:
-          num_free: free pages of the pool; `preempt` has said that they are enough for the running sequences.
-        """
-        plan = StepPlan(counts=self._running_counts())
-        self._admit(plan, num_free)
-        if not plan.counts:
-            return None
-        plan.evicted = self.index.evict(max(0, self._pages_needed(plan.counts) - num_free))
-        plan.counts.sort(key=lambda item: item[0].placed_row)
-        plan.is_prefill = any(count > 1 or seq.num_cached < seq.prompt_len for seq, count in plan.counts)
+        plan.evicted = self.index.evict(max(0, needed - num_free))
+        counts.sort(key=_row)
+        plan.num_new_pages = needed
+        plan.num_tokens = sum(count for _, count in counts)
+        plan.is_prefill = any(count > 1 or seq.num_cached < seq.prompt_len for seq, count in counts)
         plan.published = self._publications(plan)
         self._plan_forks(plan)
         return plan
@@ -198,27 +196,26 @@ class Scheduler:
         return rows
 
     def _running_counts(self) -> list[tuple[SequenceState, int]]:
-        budget = self._config.max_tokens_per_step - sum(sequence.num_left == 1 for sequence in self.running)
+        lefts = [len(sequence.tokens) - sequence.num_cached for sequence in self.running]
+        budget = self._config.max_tokens_per_step - lefts.count(1)
         counts = []
-        for sequence in self.running:
-            count = 1
-            if sequence.num_left > 1:
-                count = min(sequence.num_left, budget)
-                budget -= count
-            if count:
-                counts.append((sequence, count))
+        for sequence, left in zip(self.running, lefts, strict=True):
+            if left > 1:
+                left = min(left, budget)
+                budget -= left
+            if left:
+                counts.append((sequence, left))
         return counts
 
     def _pages_needed(self, counts: list[tuple[SequenceState, int]]) -> int:
         """Pages that a step takes: new ones, and the copies of partly filled pages that sequences share."""
-        pages_for = self._layout.pages_for
-        grown = sum(pages_for(seq.num_cached + count) - pages_for(seq.num_stored) for seq, count in counts)
+        size = self._layout.page_size
+        # Of a sequence: the ceiling of tokens stored then, and now, by the page.
+        grown = sum(-(-(seq.num_cached + count) // size) - -(-seq.num_stored // size) for seq, count in counts)
         return grown + _tail_copies(sequence for sequence, _ in counts)
 
     def _admit(self, plan: StepPlan, num_free: int) -> None:
-        if not self.waiting:
-            return  # most steps
-        budget = self._config.max_tokens_per_step - plan.num_tokens
+        budget = self._config.max_tokens_per_step - sum(count for _, count in plan.counts)
         pending = {key for sequence in self.running for key in self._pending(sequence)}
         for sequence in list(self.waiting):
             if not self._free_rows or budget < 1:
@@ -234,18 +231,17 @@ class Scheduler:
             count = min(sequence.num_left, budget)
             budget -= count
             plan.counts.append((sequence, count))
-            if chain:
-                plan.adopted.append(sequence)
+            plan.admitted.append(sequence)
             pending.update(self._pending(sequence))
 
-    def _has_room(self, sequence: SequenceState, num_adopted: int, num_free: int) -> bool:
+    def _has_room(self, sequence: SequenceState, num_cached: int, num_free: int) -> bool:
         """Whether the whole prompt, and the copies that its forks will make, fit beside the running sequences."""
         if not self.running:
             return True
         pages_for, size = self._layout.pages_for, self._layout.page_size
         spoken_for = sum(pages_for(len(other.tokens)) - pages_for(other.num_stored) for other in self.running)
         spoken_for += _tail_copies(self.running)
-        needed = pages_for(len(sequence.tokens)) - num_adopted
+        needed = pages_for(len(sequence.tokens)) - num_cached
         needed += len(sequence.children) if len(sequence.tokens) % size else 0
         return needed + spoken_for + self._watermark <= num_free + self.index.num_unused
 
@@ -335,6 +331,10 @@ def _tail_copies(sequences: Iterable[SequenceState]) -> int:
     """Copies that the next step makes of partly filled pages: of those who share one, the last to write keeps it."""
     tails = {id(sequence.tail): sequence.tail for sequence in sequences if sequence.tail}
     return sum(len(tail) - 1 for tail in tails.values())
+
+
+def _row(item: tuple[SequenceState, int]) -> int:
+    return item[0].placed_row
 
 
 def _parent(sequence: SequenceState) -> CachedPage | Namespace:

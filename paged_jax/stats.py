@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from paged_jax.layout import NULL_PAGE, KVLayout
+import numpy as np
+
+from paged_jax.layout import NULL_PAGE, KVLayout, ceil_div
 from paged_jax.runner import Runner
 from paged_jax.scheduler import PrefixStats, Scheduler, StepPlan
 from paged_jax.steps import Steps
@@ -41,8 +43,8 @@ class EngineStats:
         """Fraction of the slots in live pages that held no token, averaged over the steps."""
         return 1 - self.live_tokens / self.live_slots if self.live_slots else 0.0
 
-    def record(self, plan: StepPlan, seconds: float, steps: Steps, *, live_pages: int) -> None:
-        """Adds one step that has just been computed, which left `live_pages` pages in use."""
+    def record(self, plan: StepPlan, seconds: float, steps: Steps, seq_lens: np.ndarray, *, live_pages: int) -> None:
+        """Adds one step that has just been computed, which left `live_pages` pages in use and the rows so long."""
         if plan.is_prefill:
             self.prefill_tokens += plan.num_tokens
             self.prefill_seconds += seconds
@@ -53,9 +55,9 @@ class EngineStats:
         self.compile_seconds = steps.compile_seconds
         self.peak_pages = max(self.peak_pages, live_pages)
         self.peak_seqs = max(self.peak_seqs, len(plan.counts))
-        lengths = [sequence.num_cached for sequence, _ in plan.counts]
-        self.live_slots += sum(self.layout.pages_for(length) for length in lengths) * self.layout.page_size
-        self.live_tokens += sum(lengths)
+        size = self.layout.page_size
+        self.live_slots += int(ceil_div(seq_lens, size).sum()) * size
+        self.live_tokens += int(seq_lens.sum())
 
 
 @dataclass(frozen=True)

@@ -172,12 +172,13 @@ class Steps:
     def step(
         self,
         params: Any,
-        token_ids: Int32[Array, " num_tokens"],
+        token_ids: Int32[np.ndarray, " num_tokens"],
         batch: Batch,
         kv: KVPages,
         extras: Extras = Extras(),  # noqa: B008 (immutable)
     ) -> tuple[StepOutput, KVPages]:
-        """One model step, and the token after each of `batch.logit_rows`. Donates kv."""
+        """One model step, and the token after each of `batch.logit_rows`. Donates kv. What is on the host is moved by
+        the call itself: `jax.device_put` costs more than the rest of a dispatch."""
         shapes = (batch.positions.shape, batch.logit_rows.shape, batch.max_query_len, batch.implementation)
         key = ("step", *shapes, *(part is None for part in extras))
         function = partial(_step, self._model, self._logits_processor)

@@ -52,23 +52,21 @@ class Machine:
         return first
 
     def step(self):
-        while (row := self.scheduler.preempt(len(self.free))) is not None:
-            self.release(row)
-        plan = self.scheduler.plan(len(self.free))
+        plan = self.scheduler.plan(len(self.free), self.give_way)
         if plan is None:
             return False
         assert 1 <= plan.num_tokens <= self.config.max_tokens_per_step
-        for sequence in plan.adopted:
+        for sequence in plan.admitted:
             self.tables[sequence.row] = [page.page_id for page in sequence.named]
             self.lens[sequence.row] = len(sequence.named) * self.layout.page_size
             self.refs.update(self.tables[sequence.row])
         for page in plan.evicted:
             self.unref(page)
-        needed, free = self.scheduler._pages_needed(plan.counts), len(self.free)
+        free = len(self.free)
         self.copy_shared_tails(plan)
         for sequence, count in plan.counts:
             self.write(sequence, count)
-        assert free - len(self.free) == needed, "the scheduler counts the pages of a step exactly"
+        assert free - len(self.free) == plan.num_new_pages, "the scheduler counts the pages of a step exactly"
         for publication in plan.published:
             self.refs[self.tables[publication.sequence.row][publication.page]] += 1
         self.scheduler.commit(plan, self.page_ids())
@@ -170,6 +168,10 @@ class Machine:
             self.unref(page)
         self.tables[row], self.lens[row] = [], 0
 
+    def give_way(self, row):
+        self.release(row)
+        return len(self.free)
+
     def page_ids(self):
         table = np.zeros((self.config.max_seqs, self.layout.pages_for(self.config.max_model_len)), np.int32)
         for row, pages in self.tables.items():
@@ -218,14 +220,14 @@ def test_first_come_first_served_and_decodes_beside_prompts():
     machine = Machine(num_pages=40, max_tokens_per_step=8)
     for length in (6, 5, 1):
         machine.add(list(range(length)), salt=str(length))
-    plan = machine.scheduler.plan(39)
+    plan = machine.scheduler.plan(39, machine.give_way)
     assert [(seq.request_id, count) for seq, count in plan.counts] == [(0, 6), (1, 2)]
     assert plan.is_prefill
     machine = Machine(num_pages=40, max_tokens_per_step=8)
     machine.add([1, 2])
     machine.step()
     machine.add([3] * 30)
-    plan = machine.scheduler.plan(39)
+    plan = machine.scheduler.plan(39, machine.give_way)
     assert [(seq.request_id, count) for seq, count in plan.counts] == [(0, 1), (1, 7)]
 
 
