@@ -93,7 +93,7 @@ class Runner:
         ]
 
         self._adopt([sequence for sequence in plan.admitted if sequence.named])
-        batch = self._append(plan, counts, size, 1 if longest == 1 else size)
+        batch = self._append(plan, counts, size, longest)
         num_rows = min(size, self._config.max_seqs)
         wanted = np.zeros(num_rows, np.int32)
         wanted[: len(logit_rows)] = logit_rows
@@ -102,7 +102,7 @@ class Runner:
     def compile(self, num_tokens: int, longest: int, num_rows: int, extras: Extras) -> None:
         """Compiles the programs of steps of this shape, by a step that computes nothing of use."""
         counts = np.zeros(self._config.max_seqs, np.int32)
-        updates = PageUpdates.none(num_tokens, self._config.max_seqs, self._layout.page_size)
+        updates = self._no_updates(longest)
         _, _, batch, _, _ = self._steps_append(counts, counts, updates, num_tokens, longest)
         self._compute(np.zeros(num_tokens, np.int32), batch, np.zeros(num_rows, np.int32), extras)
 
@@ -162,7 +162,7 @@ class Runner:
         rereads[rows] = [sequence.rereads for sequence, _ in plan.counts]
         counts[rows] = query_lens
         counts -= rereads
-        updates = PageUpdates.none(num_tokens, self._config.max_seqs, self._layout.page_size)
+        updates = self._no_updates(longest)
         updates.evicted[: len(plan.evicted)] = plan.evicted
         for i, publication in enumerate(plan.published):
             updates.published_rows[i], updates.published_pages[i] = publication.sequence.placed_row, publication.page
@@ -178,13 +178,34 @@ class Runner:
     def _steps_append(
         self, counts: np.ndarray, rereads: np.ndarray, updates: PageUpdates, num_tokens: int, longest: int
     ) -> block_tables.Grown:
-        return self.steps.append(
-            self._tables, self._pool, counts, rereads, updates, num_tokens=num_tokens, max_query_len=longest
+        """One program for all decode steps and one for all others; its batch is cut to the tokens of this step."""
+        most = self._most_tokens(longest)
+        tables, pool, batch, copies, ok = self.steps.append(
+            self._tables,
+            self._pool,
+            counts,
+            rereads,
+            updates,
+            num_tokens=most,
+            max_query_len=1 if longest == 1 else most,
         )
+        # Views of the host's memory: the step's call moves them, which costs less than jax.device_put.
+        batch = jax.tree.map(np.asarray, batch)
+        batch = replace(
+            batch,
+            positions=batch.positions[:num_tokens],
+            slot_mapping=batch.slot_mapping[:num_tokens],
+            max_query_len=1 if longest == 1 else num_tokens,
+        )
+        return tables, pool, batch, copies, ok
+
+    def _most_tokens(self, longest: int) -> int:
+        return self._config.max_seqs if longest == 1 else self._config.max_tokens_per_step
+
+    def _no_updates(self, longest: int) -> PageUpdates:
+        return PageUpdates.none(self._most_tokens(longest), self._config.max_seqs, self._layout.page_size)
 
     def _compute(self, token_ids: np.ndarray, batch: Batch, logit_rows: np.ndarray, extras: Extras) -> StepOutput:
-        if self.device != self._host:
-            batch = jax.device_put(batch, self.device)
         batch = replace(batch, logit_rows=logit_rows, implementation=self._config.implementation)
         output, self._kv = self.steps.step(self.params, token_ids, batch, self._kv, extras)
         return jax.tree.map(np.asarray, output)
