@@ -20,7 +20,9 @@ install_import_hook(["paged_jax", "pallas_kernels", "models"], "tests.typecheck.
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# Compiling is what costs: a program that many tests use is compiled once a run, by whichever process needs it first.
+# Compiling is what costs. Each process has a core: splitting a program to compile it in parallel only adds work.
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_parallel_codegen_split_count=1")
+# And a program that many tests use is compiled once a run, by whichever process needs it first.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _programs = tempfile.TemporaryDirectory(prefix="paged_jax-tests-")
     atexit.register(_programs.cleanup)

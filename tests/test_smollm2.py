@@ -79,7 +79,7 @@ def test_greedy_text_in_one_batch():
 
 @pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
 def test_greedy_text_one_by_one(every):
-    engine = make_engine(max_seqs=1, max_tokens_per_step=64)
+    engine = make_engine(max_seqs=1, max_tokens_per_step=16)
     record = RECORD[::every]
     assert_recorded([answer for request in requests(record) for answer in engine.generate([request])], record)
 

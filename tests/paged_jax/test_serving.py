@@ -311,7 +311,7 @@ def test_nothing_compiles_after_warm_up():
     engine = make_engine(num_pages=9)
     engine.warm_up()
     compiled = engine.metrics().num_compilations
-    run(engine, requests(60, seed=2))
+    run(engine, requests(500, seed=2))
     assert engine.metrics().num_preemptions
     assert engine.metrics().num_compilations == compiled
 

@@ -3,7 +3,6 @@
 from functools import cache
 
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 from hypothesis import example, given
 
@@ -12,7 +11,6 @@ from models.tokenizer import Tokenizer
 from paged_jax.answer import Answer
 from paged_jax.prefix import Namespace, PageKeys
 from paged_jax.sequence import SequenceState
-from paged_jax.steps import StepOutput
 from paged_jax.stop import StopFilter
 from tests.tiny_checkpoint import tiny_tokenizer, vocabulary
 
@@ -86,7 +84,7 @@ def test_tokens_become_text_that_is_never_taken_back(ids, stop, ends):
     answer = Answer(sequence, pj.Request([7], stop=stop), tokenizer())
     events = []
     for token in ids:
-        events.append(answer.take_token(StepOutput(np.array([token], np.int32)), 0))
+        events.append(answer.take_token(token, None, 0))
         if sequence.finish_reason is not None:
             break
     done = answer.completion()
