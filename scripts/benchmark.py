@@ -9,15 +9,11 @@ Rounds are interleaved and medians reported: machines drift. Compilation is left
 """
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,16 +31,24 @@ from models.transformer import FunctionalModel, functional
 from paged_jax import Batch, Engine, EngineConfig, KVLayout, KVPages, PagedCache, Request, append, size_pool
 from paged_jax import batch as batches
 from paged_jax.layout import ceil_div
+from scripts.command_line import (
+    DTYPES,
+    KV_DTYPES,
+    Parser,
+    check_outputs,
+    exit_status,
+    format_table,
+    machine,
+    write_json,
+)
 
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-KV_DTYPES = {**DTYPES, "int8": jnp.int8, "float8_e4m3fn": jnp.float8_e4m3fn}
 TEXT = Path(__file__).parents[1] / "tests" / "data" / "perplexity.txt"
 PROMPTS = ("The capital of France is", "Once upon a time", "def fib(n):", "The quick brown")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     throughput = commands.add_parser("throughput", help="tokens per second of the engine")
     throughput.add_argument("--new-tokens", type=int, default=64, help="tokens to generate a sequence (64)")
@@ -311,32 +315,9 @@ def _round_up(number: int, multiple: int) -> int:
     return ceil_div(number, multiple) * multiple
 
 
-def format_table(rows: Sequence[dict[str, Any]]) -> str:
-    """A Markdown table."""
-    names = list(rows[0])
-    lines = ["| " + " | ".join(names) + " |", "|" + "|".join("---" for _ in names) + "|"]
-    for row in rows:
-        cells = [f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def machine() -> dict[str, Any]:
-    """Where and when the figures were taken."""
-    device = jax.devices()[0]
-    return {
-        "device": device.device_kind,
-        "backend": jax.default_backend(),
-        "cores": os.cpu_count(),
-        "processor": platform.machine(),
-        "jax": jax.__version__,
-        "date": date.today().isoformat(),
-    }
-
-
-def main(argv: Sequence[str] | None = None) -> int:
+def run(args: argparse.Namespace) -> None:
     """Runs one measurement and prints its table."""
-    args = parse_arguments(argv)
+    check_outputs(args.json)
     if args.command == "overhead":
         rows = overhead(args)
     else:
@@ -346,8 +327,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(", ".join(f"{name} {value}" for name, value in machine().items()))
     print(format_table(rows))
     if args.json is not None:
-        args.json.write_text(json.dumps({"command": args.command, "machine": machine(), "rows": rows}, indent=1) + "\n")
-    return 0
+        write_json(args.json, args.command, rows=rows)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
+    return exit_status(lambda: run(parse_arguments(argv)))
 
 
 if __name__ == "__main__":

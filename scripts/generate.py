@@ -5,17 +5,13 @@ Without arguments: completes a few prompts in one batch with SmolLM2-135M, as a 
 
 import argparse
 import json
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 import jax
-import jax.numpy as jnp
 from tqdm import tqdm
 
 import pallas_kernels
@@ -32,10 +28,9 @@ from paged_jax import (
     TokenEvent,
     size_pool,
 )
-from scripts.page_plot import PageHistory, check_plots
+from scripts.command_line import DTYPES, KV_DTYPES, Parser, UsageError, check_outputs, exit_status, read_jsonl
+from scripts.page_plot import PageHistory
 
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-KV_DTYPES = {**DTYPES, "int8": jnp.int8, "float8_e4m3fn": jnp.float8_e4m3fn}
 DEMO_PROMPTS = (
     "The three primary colours are",
     "Once upon a time, in a village by the sea, there lived",
@@ -45,25 +40,13 @@ DEMO_PROMPTS = (
 MAX_DEFAULT_SEQS = 32
 
 
-class UsageError(Exception):
-    """Bad input: one line for the user."""
-
-
-class Parser(argparse.ArgumentParser):
-    """Raises UsageError instead of printing the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        """Called by argparse on a bad command line."""
-        raise UsageError(f"{message}; --help lists what there is")
-
-
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line.
 
     Raises:
       UsageError: an argument is unknown or cannot be read.
     """
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument(
         "--model",
         default=registry.DEFAULT_MODEL,
@@ -109,20 +92,10 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     if args.prompts is None:
         return list(DEMO_PROMPTS)
     prompts = []
-    try:
-        lines = args.prompts.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {args.prompts}: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{args.prompts}, line {number}: not JSON ({error})") from error
+    for where, record in read_jsonl(args.prompts):
         if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
-            raise UsageError(f'{args.prompts}, line {number}: must be {{"prompt": "..."}}, got {line.strip()[:80]}')
-        prompts.append(check_prompt(record["prompt"], f"{args.prompts}, line {number}"))
+            raise UsageError(f'{where}: must be {{"prompt": "..."}}, got {json.dumps(record)[:80]}')
+        prompts.append(check_prompt(record["prompt"], where))
     if not prompts:
         raise UsageError(f'{args.prompts} holds no prompt; a line is {{"prompt": "..."}}')
     return prompts
@@ -137,17 +110,6 @@ def check_prompt(prompt: str, where: str) -> str:
     except UnicodeEncodeError as error:
         raise UsageError(f"{where}: the prompt is not valid Unicode text ({error})") from error
     return prompt
-
-
-def check_writable(path: Path) -> None:
-    """Finds out whether a file can be written, without touching it."""
-    try:
-        if path.exists():
-            os.close(os.open(path, os.O_WRONLY))
-        else:
-            tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error
 
 
 def make_requests(args: argparse.Namespace, texts: Sequence[str]) -> list[Request]:
@@ -327,11 +289,7 @@ def run(args: argparse.Namespace) -> None:
     KVLayout(num_layers=1, num_pages=num_pages, page_size=args.page_size, num_kv_heads=1, head_dim=1)
     if args.logprobs and args.output is None:
         raise UsageError("--logprobs are written to a file: give --output too")
-    for path in (args.output, args.plot):
-        if path is not None:
-            check_writable(path)
-    if args.plot is not None:
-        check_plots()
+    check_outputs(args.output, plot=args.plot)
     if not args.quiet:
         print(f"loading {args.model} ({args.dtype}) on {jax.default_backend()}", file=sys.stderr)
     checkpoint = registry.load(args.model, dtype=DTYPES[args.dtype])
@@ -364,16 +322,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status: 0, 2 for bad input, 130 when interrupted."""
-    try:
-        run(parse_arguments(argv))
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
-    except (UsageError, ValueError, OSError, ModuleNotFoundError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    return 0
+    """Runs the command and returns its exit status."""
+    return exit_status(lambda: run(parse_arguments(argv)))
 
 
 if __name__ == "__main__":

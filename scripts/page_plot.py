@@ -1,6 +1,5 @@
 """A picture of the page pool over time: who has which page, and how full the pool is."""
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -8,12 +7,6 @@ import numpy as np
 from paged_jax import Engine
 
 _CACHED, _FREE = -1, -2
-
-
-def check_plots() -> None:
-    """Raises ModuleNotFoundError unless pictures can be drawn."""
-    if find_spec("matplotlib") is None:
-        raise ModuleNotFoundError("pictures need matplotlib: install the extra, `uv sync --extra plots`")
 
 
 class PageHistory:

@@ -1,7 +1,7 @@
 """Replays a trace of requests through the engine and says what users would have felt.
 
 A trace is a JSONL file, a request a line: {"arrival": seconds, "prompt": "..." or "token_ids": [...], "max_tokens": 32,
-"n": 1, "cache_salt": null, "follows": null}. A request that follows another (by its line, from 0) continues its prompt
+"n": 1, "cache_salt": null, "follows": null}. A request that follows another (the first is 0) continues its prompt
 and answer with its own tokens, `arrival` seconds after that answer has ended: the next turn of a chat. Without --trace
 one is made by --make. With --time virtual the clock skips the waits for the next arrival; --time real sleeps.
 
@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
@@ -30,12 +29,7 @@ from models.registry import Checkpoint
 from models.transformer import functional
 from paged_jax import Engine, EngineConfig, KVLayout, Request, size_pool
 from paged_jax.layout import ceil_div
-
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-
-
-class UsageError(Exception):
-    """Bad input: one line for the user."""
+from scripts.command_line import DTYPES, Parser, UsageError, check_outputs, exit_status, read_jsonl, write_json
 
 
 @dataclass(frozen=True)
@@ -102,20 +96,16 @@ def read_trace(path: Path) -> list[TraceRequest]:
     Raises:
       UsageError: it cannot be read, or a line is not a request.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {path}: {error}") from error
     trace: list[TraceRequest] = []
-    for number, line in enumerate(lines, start=1):
+    for where, value in read_jsonl(path):
         try:
-            request = TraceRequest(**json.loads(line))
-        except (json.JSONDecodeError, TypeError) as error:
-            raise UsageError(f"{path}, line {number}: not a request ({error})") from error
+            request = TraceRequest(**value)
+        except TypeError as error:
+            raise UsageError(f"{where}: not a request ({error})") from error
         if (request.prompt is None) == (request.token_ids is None):
-            raise UsageError(f"{path}, line {number}: give either prompt or token_ids")
+            raise UsageError(f"{where}: give either prompt or token_ids")
         if request.follows is not None and not 0 <= request.follows < len(trace):
-            raise UsageError(f"{path}, line {number}: follows must name an earlier line, got {request.follows}")
+            raise UsageError(f"{where}: follows must name an earlier line, got {request.follows}")
         trace.append(request)
     if not trace:
         raise UsageError(f"{path} holds no request")
@@ -351,8 +341,12 @@ def build_layouts(args: argparse.Namespace, checkpoint: Checkpoint, config: Engi
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Reads the command line.
+
+    Raises:
+      UsageError: an argument is unknown or cannot be read.
+    """
+    parser = Parser(description=__doc__)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="the trace to replay")
     source.add_argument("--make", choices=TRACES, default="rag", help="make a trace of this kind (rag)")
@@ -378,8 +372,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run(args: argparse.Namespace) -> None:
     """The whole command; raises UsageError, ValueError or OSError on bad input."""
+    check_outputs(args.save, args.json)
     given = None if args.trace is None else read_trace(args.trace)
     checkpoint = registry.load(args.model, dtype=DTYPES[args.dtype])
     trace = given or make_trace(args.make, args, checkpoint.config.vocab_size)
@@ -401,7 +396,9 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
             started = time.perf_counter()
             served = replay(engine, trace, clock, checkpoint.tokenizer.encode)
             rows.append(summarise(engine, trace, served, time.perf_counter() - started))
-    return rows
+    print(format_rows(rows))
+    if args.json is not None:
+        write_json(args.json, "serve_trace", rows=rows)
 
 
 def format_rows(rows: Sequence[dict[str, Any]]) -> str:
@@ -415,20 +412,8 @@ def format_rows(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status: 0, 2 for bad input, 130 when interrupted."""
-    args = parse_arguments(argv)
-    try:
-        rows = run(args)
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
-    except (UsageError, ValueError, OSError, ModuleNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(format_rows(rows))
-    if args.json is not None:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
-    return 0
+    """Runs the command and returns its exit status."""
+    return exit_status(lambda: run(parse_arguments(argv)))
 
 
 if __name__ == "__main__":

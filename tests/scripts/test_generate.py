@@ -15,6 +15,7 @@ import pytest
 import paged_jax as pj
 from models import registry
 from scripts import generate
+from tests.scripts.refusals import assert_refused
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = ["hello", "h", "{x: 1}\n", "llama"]
@@ -90,7 +91,7 @@ def test_stream(run, tmp_path):
 
 def test_a_picture_that_cannot_be_drawn_is_told_before_the_model_loads(run, monkeypatch, tmp_path):
     assert "cannot write" in run("--prompt", "a", "--plot", tmp_path / "no" / "pages.png", model="missing.gguf")[2]
-    monkeypatch.setattr("scripts.page_plot.find_spec", lambda name: None)
+    monkeypatch.setattr("scripts.command_line.find_spec", lambda name: None)
     status, out, err = run("--prompt", "a", "--plot", tmp_path / "pages.png", model="missing.gguf")
     assert (status, out) == (2, "")
     assert "pictures need matplotlib: install the extra, `uv sync --extra plots`" in err
@@ -168,15 +169,6 @@ def test_every_option_reaches_the_request():
     )
     (plain,) = generate.make_requests(generate.parse_arguments([]), ["text"])
     assert plain == pj.Request("text", 64, stop=[])
-
-
-def assert_refused(result, message):
-    """One line that says what is wrong, exit status 2, nothing on stdout."""
-    status, out, err = result
-    lines = [line for line in err.splitlines() if not line.startswith("loading")]
-    assert (status, out, len(lines)) == (2, "", 1), err
-    assert lines[0].startswith("error: ")
-    assert message in lines[0]
 
 
 @pytest.mark.parametrize(

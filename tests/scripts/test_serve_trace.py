@@ -10,6 +10,7 @@ import paged_jax as pj
 from scripts import serve_trace
 from scripts.serve_trace import Clock, Served, TraceRequest
 from tests.paged_jax.page_reader import VOCAB, PageReader, expected, reader_layout, reader_params
+from tests.scripts.refusals import assert_refused
 
 ARGS = Namespace(seed=0, requests=12, shared=40, max_tokens=4, rate=4.0)
 
@@ -36,7 +37,7 @@ def test_a_saved_trace_reads_back(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("nonsense", "line 1: not a request"),
+        ("nonsense", "line 1: not JSON"),
         ('{"arrival": 0, "colour": 1, "prompt": "a"}', "line 1: not a request .*colour"),
         ('{"arrival": 0}', "line 1: give either prompt or token_ids"),
         ('{"arrival": 0, "prompt": "a", "follows": 0}', "line 1: follows must name an earlier line, got 0"),
@@ -47,11 +48,8 @@ def test_bad_traces(tmp_path, capsys, line, message):
     path.write_text(line + "\n")
     with pytest.raises(serve_trace.UsageError, match=message):
         serve_trace.read_trace(path)
-    assert serve_trace.main(["--trace", str(path)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
+    status = serve_trace.main(["--trace", str(path)])
+    assert_refused((status, *capsys.readouterr()), "line 1: ")
 
 
 @pytest.fixture(scope="module")
