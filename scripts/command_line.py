@@ -111,6 +111,6 @@ def format_table(rows: Sequence[dict[str, Any]]) -> str:
     names = list(rows[0])
     lines = ["| " + " | ".join(names) + " |", "|" + "|".join("---" for _ in names) + "|"]
     for row in rows:
-        cells = [f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()]
+        cells = [f"{row[name]:.2f}" if isinstance(row[name], float) else str(row[name]) for name in names]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
