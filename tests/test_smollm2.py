@@ -16,7 +16,7 @@ import pytest
 import paged_jax as pj
 from models import registry
 from models.transformer import functional
-from scripts import benchmark
+from scripts.benchmarks import perplexity
 
 DATA = Path(__file__).parent / "data"
 RECORD = json.loads((DATA / "smollm2_greedy.json").read_text(encoding="utf-8"))["prompts"]
@@ -146,8 +146,8 @@ def test_perplexity_with_quantised_pages(kv_dtype):
 
 @cache
 def loss_of(kv_dtype):
-    token_ids = checkpoint().tokenizer.encode(benchmark.TEXT.read_text(encoding="utf-8"))[:129]
-    return benchmark.negative_log_likelihood(checkpoint(), token_ids, benchmark.KV_DTYPES[kv_dtype], chunk=64)
+    token_ids = checkpoint().tokenizer.encode(perplexity.TEXT.read_text(encoding="utf-8"))[:129]
+    return -perplexity.teacher_forced(checkpoint(), token_ids, kv_dtype, chunk=64).logprobs.mean()
 
 
 @pytest.mark.slow
