@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 import paged_jax as pj
-from scripts import serve_trace
-from scripts.serve_trace import Clock, Served, TraceRequest
+from scripts import serve_trace, traces
+from scripts.command_line import UsageError
+from scripts.serve_trace import Clock, Served
+from scripts.traces import TraceRequest
 from tests.paged_jax.page_reader import VOCAB, PageReader, expected, reader_layout, reader_params
 from tests.scripts.refusals import assert_refused
 
@@ -16,10 +18,10 @@ ARGS = Namespace(seed=0, requests=12, shared=40, max_tokens=4, rate=4.0)
 
 
 def make(kind):
-    return serve_trace.make_trace(kind, ARGS, VOCAB)
+    return traces.make_trace(kind, ARGS, VOCAB)
 
 
-@pytest.mark.parametrize("kind", serve_trace.TRACES)
+@pytest.mark.parametrize("kind", traces.TRACES)
 def test_traces_are_the_same_for_the_same_seed(kind):
     trace = make(kind)
     assert trace == make(kind)
@@ -31,7 +33,7 @@ def test_traces_are_the_same_for_the_same_seed(kind):
 def test_a_saved_trace_reads_back(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(json.dumps(vars(request)) + "\n" for request in make("chat")))
-    assert serve_trace.read_trace(path) == make("chat")
+    assert traces.read_trace(path) == make("chat")
 
 
 @pytest.mark.parametrize(
@@ -46,8 +48,8 @@ def test_a_saved_trace_reads_back(tmp_path):
 def test_bad_traces(tmp_path, capsys, line, message):
     path = tmp_path / "trace.jsonl"
     path.write_text(line + "\n")
-    with pytest.raises(serve_trace.UsageError, match=message):
-        serve_trace.read_trace(path)
+    with pytest.raises(UsageError, match=message):
+        traces.read_trace(path)
     status = serve_trace.main(["--trace", str(path)])
     assert_refused((status, *capsys.readouterr()), "line 1: ")
 
