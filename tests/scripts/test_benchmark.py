@@ -73,8 +73,8 @@ def test_the_contiguous_server_answers_as_the_engine_does(model_path):
 
 SMALL = {
     "throughput": "--dtypes float32 --sequences 2 --new-tokens 4 --rounds 1",
-    "decode": "--sequences 2 --contexts 8 32 --rounds 1 --page-size 8",
-    "prefill": "--chunks 8 --cached 0 8 --rounds 1 --page-size 8",
+    "decode": "--sequences 2 --contexts 8 --rounds 1 --page-size 8",
+    "prefill": "--chunks 8 --cached 8 --rounds 1 --page-size 8",
     "contiguous": "--dtypes float32 --sequences 2 --contexts 8 --max-model-len 16 --rounds 1",
     "memory": "--budget-mib 1 --requests 4 --shrink 64 --max-seqs 4 --rounds 1",
     "page-size": "--requests 3 --shrink 64 --max-seqs 2 --rounds 1 --sizes 8 16",
@@ -85,7 +85,12 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("command", benchmark.COMMANDS)
+DEFAULT = ("decode", "memory", "overhead")
+
+
+@pytest.mark.parametrize(
+    "command", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in benchmark.COMMANDS]
+)
 def test_commands(command, model_path, tmp_path, capsys):
     results, picture = tmp_path / "out.json", tmp_path / "out.png"
     model = [] if command == "overhead" else ["--model", model_path]
