@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> None:
     print(", ".join(f"{name} {value}" for name, value in machine().items()))
     print(format_table(rows))
     if args.json is not None:
-        write_json(args.json, f"benchmark {args.command}", rows=rows)
+        write_json(args.json, f"benchmark {args.command}", args, rows=rows)
     if picture is not None:
         plot_decode(picture, rows)
 

@@ -101,9 +101,10 @@ def machine() -> dict[str, Any]:
     }
 
 
-def write_json(path: Path, command: str, **results: Any) -> None:
-    """Writes results, with the command and the machine that they come from."""
-    path.write_text(json.dumps({"command": command, "machine": machine(), **results}, indent=1) + "\n")
+def write_json(path: Path, command: str, args: argparse.Namespace, **results: Any) -> None:
+    """Writes results, with the command, its arguments and the machine that they come from."""
+    record = {"command": command, "arguments": vars(args), "machine": machine(), **results}
+    path.write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
 
 
 def format_table(rows: Sequence[dict[str, Any]]) -> str:

@@ -163,7 +163,7 @@ def run(args: argparse.Namespace) -> None:
     if args.json is not None:
         systems = [{**system._asdict(), **process} for system, process in processes.items()]
         records = [asdict(result) | {"system": result.system._asdict()} for result in results]
-        write_json(args.json, "compare_torch", threads=args.threads, systems=systems, results=records)
+        write_json(args.json, "compare_torch", args, systems=systems, results=records)
     if args.plot is not None:
         report.plot(args.plot, results, args.dtypes[0])
     if any(result.check and result.check.get("different") for result in results):

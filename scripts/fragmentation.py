@@ -177,7 +177,7 @@ def run(args: argparse.Namespace) -> None:
         f"of them give way to copies of others (assumed)\n\n{format_table(shared)}"
     )
     if args.json is not None:
-        write_json(args.json, "fragmentation", waste=wasted, sharing=shared)
+        write_json(args.json, "fragmentation", args, waste=wasted, sharing=shared)
     if args.plot is not None:
         plot(args.plot, wasted, shared)
 

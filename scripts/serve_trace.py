@@ -277,7 +277,7 @@ def run(args: argparse.Namespace) -> None:
             rows.append(summarise(engine, trace, served, time.perf_counter() - started))
     print(format_rows(rows))
     if args.json is not None:
-        write_json(args.json, "serve_trace", rows=rows)
+        write_json(args.json, "serve_trace", args, rows=rows)
 
 
 def format_rows(rows: Sequence[dict[str, Any]]) -> str:
