@@ -43,10 +43,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def quick_compilation(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tiny programs that run for milliseconds are compiled without LLVM's expensive passes, measured ones with them."""
-    is_tiny = request.path.parent.name != "tests"  # where SmolLM2 runs
-    quick = is_tiny and request.path.stem not in ("test_cost", "test_in_place")
-    jax.config.update("jax_disable_most_optimizations", quick)
+    """Programs that run for milliseconds are compiled without LLVM's expensive passes; those of SmolLM2 with them."""
+    jax.config.update("jax_disable_most_optimizations", request.path.parent.name != "tests")
     yield
     jax.config.update("jax_disable_most_optimizations", False)
 
