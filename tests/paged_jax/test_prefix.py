@@ -125,6 +125,13 @@ def test_no_page_hangs_on_an_evicted_one(index):
     assert index.has(Namespace())
 
 
+def test_hits_end_at_a_gap(index):
+    chain = publish(index, list(range(12)))
+    index.release(chain[1:2])
+    assert index.evict(1) == [2]
+    assert hits(index, list(range(12))) == [1], "the third page is still here, but nothing leads to it"
+
+
 def test_forgetting_pages_in_use_leaves_nothing_to_evict_twice(index):
     chain = publish(index, PROMPT)
     assert sorted(index.forget()) == [1, 2]

@@ -231,6 +231,15 @@ def test_first_come_first_served_and_decodes_beside_prompts():
     assert [(seq.request_id, count) for seq, count in plan.counts] == [(0, 1), (1, 7)]
 
 
+def test_admission_counts_the_copies_that_samples_will_make():
+    machine = Machine(num_pages=12, max_tokens_per_step=32)
+    machine.add([1] * 29, new=2)
+    machine.step()
+    machine.add([2] * 5, n=3)  # two pages, and two copies of the second; three are free
+    plan = machine.scheduler.plan(len(machine.free), machine.give_way)
+    assert [sequence.request_id for sequence, _ in plan.counts] == [0]
+
+
 def test_nobody_overtakes_a_request_that_finds_no_room():
     machine = Machine(num_pages=7)
     for length in (10, 20, 1):
