@@ -1,4 +1,4 @@
-"""Paged attention for NVIDIA GPUs in Pallas Mosaic GPU; see docs/kernels_gpu.md.
+"""Paged attention for NVIDIA GPUs in Pallas Mosaic GPU; see docs/kernels.md.
 
 The kernels, and Pallas with them, are imported when first traced: importing this costs nothing.
 """

@@ -16,9 +16,9 @@ import paged_jax as pj
 from models.config import TransformerConfig
 from models.transformer import FunctionalModel, functional, random_params
 from paged_jax import sharding
+from scripts.kernels.cases import Case, Inputs, build, check, operands, oracle, same_bytes
 from tests.paged_jax.collectives import collectives, moved_pages
 from tests.paged_jax.model_cache import i32, mask, poisoned_cache
-from tests.pallas_kernels.cases import Case, Inputs, build, check, operands, oracle, same_bytes
 
 MESH = jax.make_mesh((4,), ("heads",), axis_types=(AxisType.Auto,))
 REPLICATED = NamedSharding(MESH, P())

@@ -37,6 +37,7 @@ def files(package: str) -> list[Path]:
         ("pallas_kernels", {"paged_jax", "models", "scripts", "tests"}),
         ("paged_jax", {"models", "scripts", "tests", "flax", "tokenizers", "gguf"}),
         ("models", {"scripts", "tests"}),
+        ("scripts", {"tests"}),
     ],
 )
 def test_imports_point_downwards(package: str, forbidden: set[str]) -> None:

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.pallas_kernels.cases import CONTRACT, NO_WINDOW, SEED, Case, assert_contract
-from tests.pallas_kernels.sampling import GEOMETRY, PROFILE, all_pairs, full, pairs_of, pairwise, sample
+from scripts.kernels.cases import CONTRACT, NO_WINDOW, SEED, Case, assert_contract
+from scripts.kernels.sampling import GEOMETRY, PROFILE, all_pairs, full, pairs_of, pairwise, sample
 
 SAMPLE = sample(num_geometries=8, count=56, seed=SEED)
 

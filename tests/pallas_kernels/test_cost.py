@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import write_kv
-from tests.pallas_kernels.cases import SCALABLE, Case, attend, build, compiled, operands, scales_of
+from scripts.kernels.cases import SCALABLE, Case, attend, build, compiled, operands, scales_of
 
 
 def timed(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> float:

@@ -10,7 +10,7 @@ import pytest
 from jax import Array
 
 from pallas_kernels import IMPLEMENTATIONS, paged_attention, write_kv
-from tests.pallas_kernels.cases import CONTRACT
+from scripts.kernels.cases import CONTRACT
 
 # The tests' type checker sees wrong ranks and dtypes before the function does; users have no checker.
 unchecked_attention: Callable[..., Any] = inspect.unwrap(paged_attention)

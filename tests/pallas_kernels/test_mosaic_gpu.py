@@ -1,7 +1,7 @@
 """The contract of the Mosaic GPU kernels, interpreted on the CPU with race detection.
 
 The interpreter checks numbers, copies, barriers and shared memory, not layouts nor what only the hardware does; see
-docs/kernels_gpu.md.
+docs/kernels.md.
 """
 
 import random
@@ -13,27 +13,16 @@ import numpy as np
 import pytest
 
 from pallas_kernels import paged_attention
-from tests.pallas_kernels.cases import NO_WINDOW, SEED, Case, assert_contract, build, check, operands, oracle
+from scripts.kernels.cases import NO_WINDOW, SEED, Case, assert_contract, build, check, operands, oracle
+from scripts.kernels.sampling import KERNEL_GEOMETRIES, PROFILE, make_case, pairwise
 from tests.pallas_kernels.interpret_gpu import interpreted
-from tests.pallas_kernels.sampling import PROFILE, Factors, make_case, pairwise
 
 # The interpreter runs each warpgroup in a thread that waits inside XLA; with fewer of XLA's own threads than warpgroups
 # (a machine of two cores) it was seen to hang by itself, so none of this is in the default run. A hang is inside XLA,
 # where no signal reaches: the timeout ends the process.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600, method="thread")]
 
-GEOMETRY: Final[Factors] = {
-    "heads": ((1, 1), (3, 1), (4, 2), (7, 1), (8, 1), (16, 1)),
-    "head_dim": (64, 128, 256),
-    "page_size": (8, 16, 32, 64, 128),
-    "dtype": ("bfloat16", "float16"),
-    "kv_dtype": (None,),
-    "logit_soft_cap": (None, 2.0),
-    "layers": ((1, 0), (3, 2)),
-    "traced_offset": (True, False),
-    "max_query_len": (1, 24),
-    "extra_pages": (0, 3),
-}
+GEOMETRY: Final = KERNEL_GEOMETRIES["mosaic_gpu"]
 
 _LONG: Final = Case(
     query_lens=(1, 1, 1, 1), seq_lens=(1000, 513, 0, 777), page_size=64, num_heads=4, num_kv_heads=1, head_dim=128,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax import Array
 
 from pallas_kernels import default_implementation, paged_attention, write_kv
-from tests.pallas_kernels.cases import (
+from scripts.kernels.cases import (
     ACCUMULATION,
     CONTRACT,
     NO_WINDOW,

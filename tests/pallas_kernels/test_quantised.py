@@ -14,7 +14,7 @@ import pytest
 
 from pallas_kernels import QUANTISED_DTYPES, write_kv
 from pallas_kernels.quantisation import quantise
-from tests.pallas_kernels.cases import CONTRACT, SEED, Case, Inputs, attend, build, oracle, same_bytes
+from scripts.kernels.cases import CONTRACT, SEED, Case, Inputs, attend, build, oracle, same_bytes
 
 DTYPES = [str(dtype) for dtype in QUANTISED_DTYPES]
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}

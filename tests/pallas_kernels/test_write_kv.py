@@ -11,7 +11,7 @@ import pytest
 from jax import Array
 
 from pallas_kernels import write_kv
-from tests.pallas_kernels.cases import CONTRACT, SEED, Case, attend, build, check, oracle, same_bytes
+from scripts.kernels.cases import CONTRACT, SEED, Case, attend, build, check, oracle, same_bytes
 
 PAGES, PAGE_SIZE, LAYERS, HEADS, DIM = 7, 4, 3, 3, 5
 

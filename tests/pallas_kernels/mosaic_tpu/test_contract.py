@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import paged_attention
-from tests.pallas_kernels.cases import (
+from scripts.kernels.cases import (
     NO_WINDOW,
     SEED,
     Case,
@@ -23,23 +23,12 @@ from tests.pallas_kernels.cases import (
     operands,
     oracle,
 )
+from scripts.kernels.sampling import KERNEL_GEOMETRIES, Factors, full, sample
 from tests.pallas_kernels.mosaic_tpu.interpret import MODES, interpreted
-from tests.pallas_kernels.sampling import Factors, full, sample
 
 pytestmark = pytest.mark.timeout(500)  # a semaphore that is never signalled waits for ever
 
-GEOMETRY: Final[Factors] = {
-    "heads": ((4, 4), (9, 3), (14, 2), (8, 1), (40, 10)),
-    "head_dim": (64, 128, 256),
-    "page_size": (8, 16, 64, 128),
-    "dtype": ("float32", "bfloat16"),
-    "kv_dtype": (None,),
-    "logit_soft_cap": (None, 2.0),
-    "layers": ((1, 0), (2, 0), (3, 2)),
-    "traced_offset": (True, False),
-    "max_query_len": (1, 24, 2048),
-    "extra_pages": (0, 3),
-}
+GEOMETRY: Final = KERNEL_GEOMETRIES["mosaic_tpu"]
 _SMALL: Final[Factors] = {
     **GEOMETRY,
     "heads": ((4, 4), (9, 3), (14, 2), (8, 1)),

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations, product
 from typing import Any, Final
 
-from tests.pallas_kernels.cases import NO_WINDOW, Case
+from scripts.kernels.cases import NO_WINDOW, Case
 
 type Choice = dict[str, Any]
 type Factors = Mapping[str, Sequence[Any]]
@@ -26,6 +26,28 @@ GEOMETRY: Final[Factors] = {
     "max_query_len": (1, 24, 2048),
     "extra_pages": (0, 3),
 }
+KERNEL_GEOMETRIES: Final[Mapping[str, Factors]] = {
+    "mosaic_gpu": {
+        **GEOMETRY,
+        "heads": ((1, 1), (3, 1), (4, 2), (7, 1), (8, 1), (16, 1)),
+        "head_dim": (64, 128, 256),
+        "page_size": (8, 16, 32, 64, 128),
+        "dtype": ("bfloat16", "float16"),
+        "kv_dtype": (None,),
+        "layers": ((1, 0), (3, 2)),
+        "max_query_len": (1, 24),
+    },
+    "mosaic_tpu": {
+        **GEOMETRY,
+        "heads": ((4, 4), (9, 3), (14, 2), (8, 1), (40, 10)),
+        "head_dim": (64, 128, 256),
+        "page_size": (8, 16, 64, 128),
+        "dtype": ("float32", "bfloat16"),
+        "kv_dtype": (None,),
+    },
+}
+"""Kernel -> the geometries that it takes in any combination."""
+
 PROFILE: Final[Factors] = {
     "lengths": ("tiny", "edges", "pages", "long", "mixed", "empty"),
     "queries": ("decode", "prefill", "chunk", "mixed", "idle", "blank"),

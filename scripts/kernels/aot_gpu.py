@@ -45,7 +45,7 @@ class Resources(NamedTuple):
     shared_memory: int
 
 
-def missing_plugin() -> str | None:
+def missing_compiler() -> str | None:
     """Why nothing can be compiled, or None."""
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
         return "jax-cuda13-plugin and jax-cuda13-pjrt are not installed"
