@@ -10,6 +10,7 @@ The exit code is 1 if anything required fails. The last line is a summary.
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from typing import Any, Final
 from scripts.kernels import children, device, programs, report
 from scripts.kernels.cases import SEED
 
+_THREADS: Final = 16  # of XLA's own: each interpreted warpgroup waits in one, and with too few all wait for ever
 _DEVICE_SECONDS: Final = 330.0
 _WATCHDOG_SECONDS: Final = 60.0  # without a row
 _MAX_FAILURES: Final = 3  # of one family on a device
@@ -53,7 +55,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def interpret() -> int:
     """Runs the suites; returns the exit code."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
-    codes = [subprocess.run([*command, *suite], cwd=children.ROOT, check=False).returncode for suite in INTERPRETED]
+    environment = os.environ | {"NPROC": str(_THREADS)}
+    codes = [
+        subprocess.run([*command, *suite], cwd=children.ROOT, env=environment, check=False).returncode
+        for suite in INTERPRETED
+    ]
     passed = codes.count(0)
     print(f"interpret: {passed} of {len(codes)} suites passed")
     return int(passed < len(codes))

@@ -37,7 +37,7 @@ def compile_for(chip: str, function: Callable[..., Any], *arguments: Any, **jit_
     missing = {name: value for name, value in ENVIRONMENT.items() if os.environ.get(name) != value}
     assert not missing, f"start the process with {missing}"
     topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip])
-    device = topology.devices[0]
+    device: Any = topology.devices[0]  # known by name only
     sharding = SingleDeviceSharding(device)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
     abstract = AbstractDevice(device_kind=device.device_kind, num_cores=device.num_cores, platform="tpu")

@@ -58,6 +58,16 @@ def test_a_required_failure_fails_and_the_others_are_reported(
     assert summary.endswith("2 required ones failed: sm_90 model-decode, v5e model-decode")
 
 
+def test_interpretation_passes_if_every_suite_does(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    for codes in ([0, 0], [0, 1], [2, 0]):
+        left = iter(codes)
+        monkeypatch.setattr(subprocess, "run", lambda *_, left=left, **__: subprocess.CompletedProcess([], next(left)))
+        assert check_kernels.main(["--interpret"]) == (sum(codes) > 0)
+        assert capsys.readouterr().out == f"interpret: {codes.count(0)} of 2 suites passed\n"
+    for suite in check_kernels.INTERPRETED:
+        assert (children.ROOT / suite[0]).exists()
+
+
 def test_a_missing_compiler_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(programs, "missing_compiler", lambda target: "no libtpu" if target == "v5e" else None)
     assert check_kernels.main(["--compile", "sm_90", "v5e"]) == 2
