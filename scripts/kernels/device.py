@@ -28,7 +28,8 @@ from scripts.kernels.cases import SEED, Case, assert_contract
 from scripts.kernels.sampling import GEOMETRY, KERNEL_GEOMETRIES, sample
 from scripts.kernels.timings import Shape
 
-SIZES: Final = ("full", "tiny")
+Family = Callable[[str, str, str], dict[str, Any]]
+
 _NUM_CASES: Final = {"full": (10, 38), "tiny": (2, 4)}  # geometries, cases; two long ones are added to the full
 _TINY_GEOMETRY: Final = {
     **GEOMETRY, "heads": ((4, 2),), "head_dim": (16,), "page_size": (4, 16), "dtype": ("float32",), "kv_dtype": (None,),
@@ -37,6 +38,7 @@ _TINY_GEOMETRY: Final = {
 
 _DECODE: Final = Shape(32, 2048)
 _PREFILL: Final = Shape(1, 4096, 4096)
+_TINY: Final = Shape(3, 40, heads=(4, 2), head_dim=8)
 SHAPES: Final[Mapping[str, Mapping[str, tuple[Shape, ...]]]] = {
     "full": {
         "attention": (
@@ -49,11 +51,11 @@ SHAPES: Final[Mapping[str, Mapping[str, tuple[Shape, ...]]]] = {
         "jax": (_DECODE,),
     },
     "tiny": {
-        "attention": (Shape(3, 40, heads=(4, 2), head_dim=8), Shape(2, 24, 8, heads=(4, 2), head_dim=8)),
-        "contiguous": (Shape(3, 40, heads=(4, 2), head_dim=8), Shape(2, 24, 24, heads=(4, 2), head_dim=8)),
-        "torch": (Shape(3, 40, heads=(4, 2), head_dim=8),),
-        "xla": (Shape(3, 40, heads=(4, 2), head_dim=8),),
-        "jax": (Shape(3, 40, heads=(4, 2), head_dim=8),),
+        "attention": (_TINY, replace(_TINY, query_len=8)),
+        "contiguous": (_TINY, replace(_TINY, query_len=40)),
+        "torch": (_TINY,),
+        "xla": (_TINY,),
+        "jax": (_TINY,),
     },
 }  # fmt: skip
 """Size -> family -> what it times, most valuable first."""
@@ -109,7 +111,7 @@ def check(size: str, family: str, name: str) -> dict[str, Any]:
     return row if error is None else row | {"error": error}
 
 
-def limit(size: str, name: str) -> dict[str, Any]:
+def limit(size: str, _: str, name: str) -> dict[str, Any]:
     """What the device can do: bytes a second of a copy, read and written; operations a second of a product."""
     tiny = size == "tiny"
     if name == "copy":
@@ -128,13 +130,17 @@ def limit(size: str, name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def time_shape(function: Callable[[Shape], dict[str, Any]], size: str, family: str, name: str) -> dict[str, Any]:
-    """One timing of attention."""
-    (shape,) = (shape for shape in SHAPES[size][family] if shape.name == name)
-    return function(shape)
+def timing(function: Callable[[Shape], dict[str, Any]]) -> Family:
+    """The family that times its shapes by a function of `timings`."""
+
+    def row(size: str, family: str, name: str) -> dict[str, Any]:
+        (shape,) = (shape for shape in SHAPES[size][family] if shape.name == name)
+        return function(shape)
+
+    return row
 
 
-def model_step(size: str, name: str) -> dict[str, Any]:
+def model_step(size: str, _: str, name: str) -> dict[str, Any]:
     """A decode step of a whole model, greedy, `name` sequences; "bytes" is what it must read: weights, keys, values."""
     config, context, _ = _MODEL[size]
     batch_size, page_size = int(name), 16
@@ -185,18 +191,18 @@ def _seconds_of_steps(step: Callable[[Any], Any], state: Any, repeats: int = 10)
     return statistics.median(times)
 
 
-FAMILIES: Final[Mapping[str, Callable[[str, str], dict[str, Any]]]] = {
+FAMILIES: Final[Mapping[str, Family]] = {
     "limits": limit,
-    "decode": lambda size, name: check(size, "decode", name),
-    "prefill": lambda size, name: check(size, "prefill", name),
-    "attention": lambda size, name: time_shape(timings.paged, size, "attention", name),
+    "decode": check,
+    "prefill": check,
+    "attention": timing(timings.paged),
     "model": model_step,
-    "contiguous": lambda size, name: time_shape(timings.contiguous, size, "contiguous", name),
-    "torch": lambda size, name: time_shape(timings.torch, size, "torch", name),
-    "xla": lambda size, name: time_shape(partial(timings.paged, implementation="xla"), size, "xla", name),
-    "jax": lambda size, name: time_shape(timings.jax_kernel, size, "jax", name),
+    "contiguous": timing(timings.contiguous),
+    "torch": timing(timings.torch),
+    "xla": timing(partial(timings.paged, implementation="xla")),
+    "jax": timing(timings.jax_kernel),
 }
-"""Family -> what gives the row of a name; most valuable first."""
+"""Family -> what gives the row of a name, called as `f(size, family, name)`; most valuable first."""
 
 
 def main(size: str, family: str, *names: str) -> None:
@@ -204,7 +210,7 @@ def main(size: str, family: str, *names: str) -> None:
     if size == "full" and jax.default_backend() == "cpu":
         sys.exit("RuntimeError: JAX finds neither a GPU nor a TPU here")
     for name in names:
-        print(json.dumps(FAMILIES[family](size, name)), flush=True)
+        print(json.dumps(FAMILIES[family](size, family, name)), flush=True)
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def in_this_process(command: list[str], names: list[str], **_: Any) -> Iterator[
     for name in names:
         # JAX's own attention adds dtypes that are not equal.
         with jax.numpy_dtype_promotion("standard" if family == "contiguous" else "strict"):
-            row = device.FAMILIES[family](size, name)
+            row = device.FAMILIES[family](size, family, name)
         yield json.loads(json.dumps(row))
 
 
