@@ -111,7 +111,7 @@ def check(size: str, family: str, name: str) -> dict[str, Any]:
     return row if error is None else row | {"error": error}
 
 
-def limit(size: str, _: str, name: str) -> dict[str, Any]:
+def limit(size: str, family: str, name: str) -> dict[str, Any]:
     """What the device can do: bytes a second of a copy, read and written; operations a second of a product."""
     tiny = size == "tiny"
     if name == "copy":
@@ -140,7 +140,7 @@ def timing(function: Callable[[Shape], dict[str, Any]]) -> Family:
     return row
 
 
-def model_step(size: str, _: str, name: str) -> dict[str, Any]:
+def model_step(size: str, family: str, name: str) -> dict[str, Any]:
     """A decode step of a whole model, greedy, `name` sequences; "bytes" is what it must read: weights, keys, values."""
     config, context, _ = _MODEL[size]
     batch_size, page_size = int(name), 16
