@@ -10,6 +10,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int32
 
+from pallas_kernels.ragged import owner
+
 
 @no_type_check  # jax also builds instances of shapes, host arrays and placeholders
 @partial(jax.tree_util.register_dataclass)
@@ -65,12 +67,11 @@ def ragged(
       rereads: cached tokens at the end of each sequence that are computed again, before the new ones, and not
         written; None for none.
     """
-    num_seqs = counts.shape[0]
     rereads = jnp.zeros_like(counts) if rereads is None else rereads
     query_lens = counts + rereads
     cu_query_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(query_lens, dtype=jnp.int32)])
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    seq = jnp.minimum((token[:, None] >= cu_query_lens[1:]).sum(axis=1, dtype=jnp.int32), num_seqs - 1)
+    seq = owner(cu_query_lens[1:], token)
     is_token = token < cu_query_lens[-1]
     positions = jnp.where(is_token, (cached_lens - rereads)[seq] + token - cu_query_lens[seq], 0)
     slots = block_tables[seq, positions // page_size] * page_size + positions % page_size

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.ragged import owner
+
 _FLOOR = -1e30  # below every logit and finite, so that exp(-inf - peak) is 0 and never NaN
 _DECODE_KEYS = 32  # keys of one decode work item
 _DECODE_ITEMS = (8, 32)  # decode work items computed at once: as many as tokens, within these bounds
@@ -43,7 +45,7 @@ def paged_attention(
     grouped = (q.astype(jnp.float32) * scale).reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     query_lens = cu_query_lens[1:] - cu_query_lens[:-1]
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    seq = _owner(cu_query_lens[1:], token)
+    seq = owner(cu_query_lens[1:], token)
     decodes = (token < cu_query_lens[-1]) & (query_lens[seq] == 1)
     out, lse = _decode(grouped, pool, seq, jnp.where(decodes, seq_lens[seq], 0), window, logit_soft_cap)
     if max_query_len > 1:
@@ -112,7 +114,7 @@ def _decode(
     def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         acc, peak, total = carry
         item = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
-        token = _owner(ends, item)
+        token = owner(ends, item)
         item_seq, item_length, item_base = jnp.moveaxis(described[token], -1, 0)
         item_length = jnp.where(item < ends[-1], item_length, 0)
         k, v, position = pool.read(item_seq, item * pages_per_item + item_base, pages_per_item, item_length)
@@ -152,7 +154,7 @@ def _prefill(
 
     def attend_tile(t: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         out, lse = carry
-        seq = _owner(ends, t)
+        seq = owner(ends, t)
         skipped = (t - first_tile[seq]) * tile
         row = cu_query_lens[seq] + skipped
         position = seq_lens[seq] - query_lens[seq] + skipped + jnp.arange(tile, dtype=jnp.int32)
@@ -194,11 +196,6 @@ def _prefill(
 def _finish(acc: Array, peak: Array, total: Array) -> tuple[Array, Array]:
     out = acc / jnp.where(total > 0, total, 1.0)[..., None]
     return out, jnp.where(total > 0, peak + jnp.log(total), -jnp.inf)
-
-
-def _owner(ends: Array, item: Array) -> Array:
-    """The index of the list that holds each item, when list i ends before item `ends[i]`; the last past the end."""
-    return jnp.minimum((item[..., None] >= ends).sum(axis=-1, dtype=jnp.int32), ends.shape[0] - 1)
 
 
 def _soften(logits: Array, soft_cap: float | None) -> Array:

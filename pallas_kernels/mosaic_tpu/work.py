@@ -9,6 +9,8 @@ from typing import Final, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.ragged import owner
+
 NUM_FIELDS: Final = 7
 
 
@@ -44,13 +46,12 @@ def items(
     seq_lens: Array, cu_query_lens: Array, window: Array, *, block_q: int, page_size: int, count: int
 ) -> tuple[Item, Array]:
     """(items, number of real ones); those past the real ones repeat the last, so that they move no tile."""
-    num_seqs = seq_lens.shape[0]
     start, end = cu_query_lens[:-1], cu_query_lens[1:]
     first_tile = start // block_q
     tiles = jnp.where((end > start) & (seq_lens > 0), (end - 1) // block_q - first_tile + 1, 0)
     ends = jnp.cumsum(tiles, dtype=jnp.int32)
     item = jnp.clip(jnp.arange(count, dtype=jnp.int32), 0, jnp.maximum(ends[-1] - 1, 0))
-    seq = jnp.minimum((item[:, None] >= ends).sum(axis=1, dtype=jnp.int32), num_seqs - 1)
+    seq = owner(ends, item)
 
     start, end, cached = start[seq], end[seq], seq_lens[seq]
     tile = first_tile[seq] + item - (ends - tiles)[seq]
