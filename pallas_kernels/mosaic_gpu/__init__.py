@@ -10,11 +10,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.quantisation import QUANTISED_DTYPES
+from pallas_kernels.ragged import owner
+
 HEAD_DIMS: Final = (64, 128, 256)
 PAGE_SIZES: Final = (8, 16, 32, 64, 128)
 MAX_GROUP: Final = 16
 _DTYPES: Final = ("bfloat16", "float16")
 _SMALL_SHARED_MEMORY: Final = ((8, 9), (12, 0))  # capabilities whose blocks cannot hold two tiles of head_dim 256
+_MIN_COPY_BYTES: Final = 4096  # of a cp.async copy: 16 from each thread, twice since rows are swizzled by eights
 
 
 def check(
@@ -32,14 +36,14 @@ def check(
       NotImplementedError: the platform or the chip is none of those supported.
     """
     del block_tables, max_query_len  # any will do
-    problem = _unsupported_chip(q.shape[-1])
+    problem = _unsupported_chip(q.shape[-1], kv_pages)
     if problem is not None:
         raise NotImplementedError(problem)
-    for name, array in (("q", q), ("kv_pages", kv_pages)):
-        if array.dtype.name not in _DTYPES:
-            raise ValueError(_message(f"{name}'s dtype", array.dtype, " or ".join(_DTYPES)))
-    if q.dtype != kv_pages.dtype:
-        raise ValueError(_message("q's dtype", q.dtype, f"that of kv_pages, {kv_pages.dtype}"))
+    if q.dtype.name not in _DTYPES:
+        raise ValueError(_message("q's dtype", q.dtype, " or ".join(_DTYPES)))
+    if kv_pages.dtype not in (q.dtype, *QUANTISED_DTYPES):
+        supported = " or ".join([f"q's, {q.dtype}", *map(str, QUANTISED_DTYPES)])
+        raise ValueError(_message("kv_pages' dtype", kv_pages.dtype, supported))
     group = q.shape[1] // num_kv_heads
     for name, got, allowed in (
         ("head_dim", q.shape[2], HEAD_DIMS),
@@ -73,28 +77,28 @@ def paged_attention(
     Sequences of one query go through the decode kernel, longer ones through the prefill kernel, which is launched only
     when `max_query_len` allows any.
     """
+    from pallas_kernels.mosaic_gpu import scales, target
     from pallas_kernels.mosaic_gpu.decode import decode
     from pallas_kernels.mosaic_gpu.prefill import prefill
 
-    assert kv_scales is None, "check() refuses quantised pools"
-    num_tokens, num_seqs = q.shape[0], seq_lens.shape[0]
+    if kv_scales is not None and not scales.lie_where_copies_reach(target.current(), kv_pages.shape[1]):
+        kv_scales = scales.by_key(kv_scales, block_tables, row_offset)
+    num_tokens = q.shape[0]
     query_lens = cu_query_lens[1:] - cu_query_lens[:-1]
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    seq = (token[:, None] >= cu_query_lens[1:]).sum(axis=1, dtype=jnp.int32)
-    is_query = seq < num_seqs
-    seq = jnp.minimum(seq, num_seqs - 1)
+    seq, is_query = owner(cu_query_lens[1:], token), token < cu_query_lens[-1]
 
     # One query a sequence, its last one, whatever its number; length 0 where that is not one.
     out, lse = decode(
         q[jnp.clip(cu_query_lens[1:] - 1, 0, num_tokens - 1)],
-        kv_pages, block_tables, jnp.where(query_lens == 1, seq_lens, 0), row_offset, scale, window,
+        kv_pages, kv_scales, block_tables, jnp.where(query_lens == 1, seq_lens, 0), row_offset, scale, window,
         num_kv_heads=num_kv_heads, logit_soft_cap=logit_soft_cap,
     )  # fmt: skip
     out, lse = out[seq].astype(q.dtype), lse[seq]
     if max_query_len > 1 and num_tokens > 1:
         prefill_lens = jnp.where((query_lens > 1) & (seq_lens > 0), query_lens, 0)
         chunks, chunks_lse = prefill(
-            q, kv_pages, block_tables, seq_lens, cu_query_lens, prefill_lens, row_offset, scale, window,
+            q, kv_pages, kv_scales, block_tables, seq_lens, cu_query_lens, prefill_lens, row_offset, scale, window,
             num_kv_heads=num_kv_heads, logit_soft_cap=logit_soft_cap,
         )  # fmt: skip
         in_chunk = prefill_lens[seq] > 0
@@ -103,7 +107,7 @@ def paged_attention(
     return jnp.where(is_query[:, None, None], out, jnp.zeros((), q.dtype)), jnp.where(is_query[:, None], lse, -jnp.inf)
 
 
-def _unsupported_chip(head_dim: int) -> str | None:
+def _unsupported_chip(head_dim: int, kv_pages: Array) -> str | None:
     from pallas_kernels.mosaic_gpu import target
 
     if target.interpreting():
@@ -117,6 +121,10 @@ def _unsupported_chip(head_dim: int) -> str | None:
         return _message("the chip", chip, chips)
     if head_dim == 256 and capability in _SMALL_SHARED_MEMORY:
         return _message("head_dim", f"256 on {chip}", "64, 128 there (a block has too little shared memory)")
+    page_size, least = kv_pages.shape[1], _MIN_COPY_BYTES // (2 * head_dim * kv_pages.dtype.itemsize)
+    if capability < (9, 0) and page_size < least:
+        pool = f"{kv_pages.dtype} and head_dim {head_dim}"
+        return _message("page_size", f"{page_size} on {chip}", f"{least} and more there with {pool}")
     return None
 
 

@@ -15,9 +15,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.mosaic_gpu import compat, softmax, target
-from pallas_kernels.mosaic_gpu.ring import Ring, Stream, keys_of_32_kib, stages_for_two_blocks
+from pallas_kernels.mosaic_gpu.ring import Ring, Stream, Tile
 
 _BLOCKS_PER_SM: Final = 6  # two at once, so three waves even out unequal lengths
+_TILE_BYTES: Final = 32 * 1024  # of keys and values in 16 bits
+_MIN_TILE_KEYS: Final = 64  # rows of a warpgroup's product
 _MIN_SPLIT_KEYS: Final = 256  # fewer keys do not pay for a split
 
 
@@ -29,6 +31,7 @@ def num_splits(num_sms: int, num_blocks: int, max_keys: int) -> int:
 def decode(
     q: Array,
     kv_pages: Array,
+    kv_scales: Array | None,
     block_tables: Array,
     lengths: Array,
     row_offset: Array,
@@ -45,7 +48,8 @@ def decode(
     num_seqs, num_heads, head_dim = q.shape
     group = num_heads // num_kv_heads
     gpu = target.current()
-    ring = Ring(gpu, stages_for_two_blocks(gpu), keys_of_32_kib(head_dim), kv_pages.shape[1], head_dim, kv_pages.dtype)
+    keys = max(_MIN_TILE_KEYS, _TILE_BYTES // (2 * 2 * head_dim))
+    ring = Ring.for_two_blocks(gpu, keys, q.dtype, kv_pages, head_dim)
     columns = -(-group // 8) * 8
     splits = num_splits(gpu.num_sms, num_seqs * num_kv_heads, block_tables.shape[1] * ring.page_size)
     q = q.reshape(num_seqs, num_kv_heads, group, head_dim)
@@ -60,13 +64,13 @@ def decode(
     acc, peak, total = plgpu.kernel(
         decode,
         out_type=[jax.ShapeDtypeStruct(partial, jnp.float32) for partial in partials],
-        scratch_types={**ring.scratch(), "weights": plgpu.SMEM((ring.keys, columns), kv_pages.dtype)},
+        scratch_types={**ring.scratch(), "weights": plgpu.SMEM((ring.keys, columns), q.dtype)},
         grid=shape,
         grid_names=("seq", "split", "head"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(q, kv_pages, block_tables, lengths, row_offset.reshape(1), scale.reshape(1), window.reshape(1))
+    )(q, kv_pages, kv_scales, block_tables, lengths, row_offset.reshape(1), scale.reshape(1), window.reshape(1))
 
-    out, lse = softmax.combine(acc, peak[:, :, :, None], total[:, :, :, None], axis=1)
+    out, lse = softmax.combine(acc / ring.value_unit, peak[:, :, :, None], total[:, :, :, None], axis=1)
     out = out.swapaxes(2, 3)[:, :, :group].reshape(q_shape := (num_seqs, num_heads, head_dim))
     return out, lse[:, :, 0, :group].reshape(q_shape[:2])
 
@@ -77,6 +81,7 @@ def _body(
     soft_cap: float | None,
     q: Any,
     kv_pages: Any,
+    kv_scales: Any,
     block_tables: Any,
     lengths: Any,
     row_offset: Any,
@@ -101,26 +106,26 @@ def _body(
     first_key = first_key + skipped * ring.keys
 
     stream = Stream(
-        ring, scratch, kv_pages, block_tables, row_offset[0], seq, head, first_key, count,
+        ring, scratch, kv_pages, kv_scales, block_tables, row_offset[0], seq, head, first_key, count,
         last_page=jnp.maximum(length - 1, 0) // ring.page_size,
     )  # fmt: skip
     queries = plgpu.load(q.at[seq, head].T, optimized=False)
 
-    def step(tile: Any, first_key: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+    def step(tile: Tile, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         acc, peak, total = carry
-        position = first_key + lax.broadcasted_iota(jnp.int32, (ring.keys, columns), 0)
+        position = tile.first_key + lax.broadcasted_iota(jnp.int32, (ring.keys, columns), 0)
         visible = (position >= first_visible) & (position < length)
-        keys = plgpu.load(tile.at[:, pl.ds(0, head_dim)])
-        logits = to_log2(plgpu.mma(jnp.zeros((ring.keys, columns), jnp.float32), keys, queries))
-        logits = jnp.where(visible, logits, softmax.FLOOR)
+        keys = plgpu.load(tile.kv.at[:, pl.ds(0, head_dim)])
+        logits = plgpu.mma(jnp.zeros((ring.keys, columns), jnp.float32), keys, queries)
+        logits = jnp.where(visible, to_log2(tile.scale_logits(logits, axis=0)), softmax.FLOOR)
         new_peak = jnp.maximum(peak, logits.max(axis=0))
         weights = jnp.exp2(logits - lax.broadcast_in_dim(new_peak, logits.shape, [1]))
         decay = jnp.exp2(peak - new_peak)
         total = total * decay + weights.sum(axis=0)
 
-        scratch["weights"][...] = weights.astype(ring.dtype)
-        values = plgpu.load(tile.at[:, pl.ds(head_dim, head_dim)].T)
-        position = first_key + lax.broadcasted_iota(jnp.int32, (head_dim, ring.keys), 1)
+        scratch["weights"][...] = tile.scale_weights(weights, visible, axis=0).astype(ring.dtype)
+        values = plgpu.load(tile.kv.at[:, pl.ds(head_dim, head_dim)].T)
+        position = tile.first_key + lax.broadcasted_iota(jnp.int32, (head_dim, ring.keys), 1)
         values = jnp.where(position < length, values, jnp.zeros_like(values))  # 0 x NaN is NaN
         acc = acc * lax.broadcast_in_dim(decay, acc.shape, [1])
         return plgpu.mma(acc, values, plgpu.load(scratch["weights"])), new_peak, total

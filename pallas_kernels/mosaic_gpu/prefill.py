@@ -9,11 +9,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.mosaic_gpu import prefill_mma, prefill_wgmma, target
+from pallas_kernels.ragged import owner
 
 
 def prefill(
     q: Array,
     kv_pages: Array,
+    kv_scales: Array | None,
     block_tables: Array,
     seq_lens: Array,
     cu_query_lens: Array,
@@ -30,7 +32,8 @@ def prefill(
     num_seqs = seq_lens.shape[0]
     group = num_heads // num_kv_heads
     gpu = target.current()
-    kernel = prefill_wgmma if gpu.has_wgmma and head_dim <= prefill_wgmma.MAX_HEAD_DIM else prefill_mma
+    multiplies_memory = gpu.has_wgmma and head_dim <= prefill_wgmma.MAX_HEAD_DIM and kv_scales is None
+    kernel = prefill_wgmma if multiplies_memory else prefill_mma
     tile = kernel.ROWS // group  # queries of a tile
     padding = kernel.ROWS - tile * group
     num_tiles = num_tokens // tile + min(num_seqs, num_tokens // 2)  # sequences here have at least 2 queries
@@ -38,10 +41,11 @@ def prefill(
     tiles_of = -(-query_lens // tile)
     ends = jnp.cumsum(tiles_of, dtype=jnp.int32)
     index = jnp.arange(num_tiles, dtype=jnp.int32)
-    seq = jnp.minimum((index[:, None] >= ends).sum(axis=1, dtype=jnp.int32), num_seqs - 1)
+    seq = owner(ends, index)
     skipped = (index - (ends - tiles_of)[seq]) * tile
     count = jnp.where(index < ends[-1], jnp.minimum(query_lens[seq] - skipped, tile), 0)
-    tiles = jnp.stack([seq, (seq_lens - query_lens)[seq] + skipped, count], axis=1)
+    first_query = jnp.where(count > 0, (seq_lens - query_lens)[seq] + skipped, 0)  # 0, so that no key is seen
+    tiles = jnp.stack([seq, first_query, count], axis=1)
 
     token = (cu_query_lens[seq] + skipped)[:, None] + jnp.arange(tile, dtype=jnp.int32)
     packed = q[jnp.clip(token, 0, num_tokens - 1)].reshape(num_tiles, tile, num_kv_heads, group, head_dim)
@@ -49,12 +53,12 @@ def prefill(
     packed = jnp.pad(packed, ((0, 0), (0, 0), (0, padding), (0, 0)))
 
     out, lse = kernel.attend_tiles(
-        packed, tiles, kv_pages, block_tables, row_offset, scale, window,
+        packed, tiles, kv_pages, kv_scales, block_tables, row_offset, scale, window,
         gpu=gpu, group=group, logit_soft_cap=logit_soft_cap,
     )  # fmt: skip
 
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    seq = jnp.minimum((token[:, None] >= cu_query_lens[1:]).sum(axis=1, dtype=jnp.int32), num_seqs - 1)
+    seq = owner(cu_query_lens[1:], token)
     within = token - cu_query_lens[seq]
     index = jnp.clip((ends - tiles_of)[seq] + within // tile, 0, num_tiles - 1)
     out = out[:, :, : tile * group].reshape(num_tiles, num_kv_heads, tile, group, head_dim)

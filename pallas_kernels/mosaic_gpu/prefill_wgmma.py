@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.mosaic_gpu import compat, softmax
-from pallas_kernels.mosaic_gpu.ring import Ring, Stream
+from pallas_kernels.mosaic_gpu.query_tile import QueryTile, query_tile
+from pallas_kernels.mosaic_gpu.ring import Ring, Stream, swizzled
 from pallas_kernels.mosaic_gpu.target import Target
 
 _WARPGROUPS: Final = 2
@@ -35,6 +36,7 @@ def attend_tiles(
     q: Array,
     tiles: Array,
     kv_pages: Array,
+    kv_scales: None,
     block_tables: Array,
     row_offset: Array,
     scale: Array,
@@ -48,7 +50,7 @@ def attend_tiles(
     num_tiles, num_kv_heads, rows, head_dim = q.shape
     stage_bytes, rows_bytes = _KEYS * 2 * head_dim * 2, rows * (head_dim + _KEYS) * 2
     stages = min(_MAX_STAGES, (gpu.shared_memory - _RESERVED - rows_bytes) // stage_bytes)
-    ring = Ring(gpu, stages, _KEYS, kv_pages.shape[1], head_dim, kv_pages.dtype)
+    ring = Ring(gpu, stages, _KEYS, kv_pages.shape[1], head_dim, q.dtype, kv_pages.dtype)
 
     def prefill(*refs: Any, **scratch: Any) -> None:
         _body(ring, group, logit_soft_cap, *refs, **scratch)
@@ -58,8 +60,8 @@ def attend_tiles(
         out_type=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)),
         scratch_types={
             **ring.scratch(),
-            "queries": plgpu.SMEM((_WARPGROUPS, _WARPGROUP_ROWS, head_dim), q.dtype, transforms=ring.transforms()),
-            "weights": plgpu.SMEM((_WARPGROUPS, _WARPGROUP_ROWS, _KEYS), q.dtype, transforms=ring.transforms()),
+            "queries": plgpu.SMEM((_WARPGROUPS, _WARPGROUP_ROWS, head_dim), q.dtype, transforms=swizzled(q.dtype)),
+            "weights": plgpu.SMEM((_WARPGROUPS, _WARPGROUP_ROWS, _KEYS), q.dtype, transforms=swizzled(q.dtype)),
             "queries_full": plgpu.Barrier(num_barriers=_WARPGROUPS),
             "free": plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),
             "landed": plgpu.Barrier(num_arrivals=ring.copies),
@@ -69,7 +71,7 @@ def attend_tiles(
         num_threads=_WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(q, tiles, kv_pages, block_tables, row_offset.reshape(1), scale.reshape(1), window.reshape(1))
+    )(q, tiles, kv_pages, kv_scales, block_tables, row_offset.reshape(1), scale.reshape(1), window.reshape(1))
 
 
 def _body(
@@ -79,6 +81,7 @@ def _body(
     q: Any,
     tiles: Any,
     kv_pages: Any,
+    kv_scales: None,
     block_tables: Any,
     row_offset: Any,
     scale: Any,
@@ -87,28 +90,22 @@ def _body(
     lse: Any,
     **scratch: Any,
 ) -> None:
-    head, warpgroup = lax.axis_index("head"), lax.axis_index("warpgroup")
-    index = q.shape[0] - 1 - lax.axis_index("tile")  # a sequence's last tiles see most: they go first
-    seq, first_query, num_queries = (tiles[index, i] for i in range(3))
-    end = first_query + num_queries  # one past the last position that the tile sees
-    first_key = jnp.maximum(first_query - window[0] + 1, 0) // ring.copy_keys * ring.copy_keys
-    count = (end - first_key + ring.keys - 1) // ring.keys
-    stream = Stream(
-        ring, scratch, kv_pages, block_tables, row_offset[0], seq, head, first_key, count,
-        last_page=(end - 1) // ring.page_size,
-    )  # fmt: skip
+    warpgroup = lax.axis_index("warpgroup")
+    block = query_tile(ring, scratch, tiles, kv_pages, kv_scales, block_tables, row_offset, window)
+    has_work = block.stream.count > 0
 
-    @pl.when((num_queries > 0) & (warpgroup < _WARPGROUPS))
+    @pl.when(has_work & (warpgroup < _WARPGROUPS))
     def _() -> None:
         plgpu.set_max_registers(232, action="increase")
-        at = index, head, pl.ds(pl.multiple_of(warpgroup * _WARPGROUP_ROWS, _WARPGROUP_ROWS), _WARPGROUP_ROWS)
+        rows = pl.ds(pl.multiple_of(warpgroup * _WARPGROUP_ROWS, _WARPGROUP_ROWS), _WARPGROUP_ROWS)
+        at = block.index, block.head, rows
         to_log2 = softmax.log2_logits(scale[0], soft_cap)
-        _compute(stream, group, to_log2, warpgroup, first_query, end, window[0], q.at[at], out.at[at], lse.at[at])
+        _compute(block, group, to_log2, warpgroup, q.at[at], out.at[at], lse.at[at])
 
-    @pl.when((num_queries > 0) & (warpgroup == _WARPGROUPS))
+    @pl.when(has_work & (warpgroup == _WARPGROUPS))
     def _() -> None:
         plgpu.set_max_registers(40, action="decrease")
-        _copy(stream, end)
+        _copy(block.stream, block.end)
 
 
 def _copy(stream: Stream, end: Any) -> None:
@@ -149,18 +146,10 @@ def _copy(stream: Stream, end: Any) -> None:
 
 
 def _compute(
-    stream: Stream,
-    group: int,
-    to_log2: Callable[[Any], Any],
-    warpgroup: Any,
-    first_query: Any,
-    end: Any,
-    window: Any,
-    q: Any,
-    out: Any,
-    lse: Any,
+    block: QueryTile, group: int, to_log2: Callable[[Any], Any], warpgroup: Any, q: Any, out: Any, lse: Any
 ) -> None:
     """A computing warpgroup: the online softmax of its 64 rows over all tiles."""
+    stream = block.stream
     ring, scratch = stream.ring, stream.scratch
     head_dim, keys, rows = ring.head_dim, ring.keys, _WARPGROUP_ROWS
     queries, weights_ref = scratch["queries"].at[warpgroup], scratch["weights"].at[warpgroup]
@@ -181,9 +170,9 @@ def _compute(
         acc, peak, total = carry
         shape = (rows, keys)
         row = warpgroup * rows + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-        position = first_query + row // group
+        position = block.first_query + row // group
         key = stream.first_key + tile * keys + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-        visible = (key <= position) & (key > position - window)
+        visible = (key <= position) & (key > position - block.window)
         logits = jnp.where(visible, to_log2(products), softmax.FLOOR)
         new_peak = jnp.maximum(peak, logits.max(axis=1))
         weights = jnp.exp2(logits - lax.broadcast_in_dim(new_peak, shape, [0]))

@@ -33,7 +33,7 @@ KERNEL_GEOMETRIES: Final[Mapping[str, Factors]] = {
         "head_dim": (64, 128, 256),
         "page_size": (8, 16, 32, 64, 128),
         "dtype": ("bfloat16", "float16"),
-        "kv_dtype": (None,),
+        "kv_dtype": (None, "int8", "float8_e4m3fn"),
         "layers": ((1, 0), (3, 2)),
         "max_query_len": (1, 24),
     },

@@ -5,6 +5,7 @@ docs/kernels.md.
 """
 
 import random
+from dataclasses import replace
 from typing import Final
 
 import jax
@@ -38,6 +39,17 @@ LONG: Final = {
 }  # fmt: skip
 
 
+_QUANTISED: Final = Case(
+    query_lens=(1, 24, 0, 1), seq_lens=(700, 70, 33, 0), num_heads=4, num_kv_heads=2, head_dim=64, dtype="bfloat16",
+    num_layers=2, layer=1, max_query_len=24,
+)  # fmt: skip
+QUANTISED: Final = {
+    # Scales that come with the pages, through a ring that wraps; scales that XLA gathers by key.
+    "copied scales": replace(_QUANTISED, page_size=32, kv_dtype="float8_e4m3fn"),
+    "gathered scales": replace(_QUANTISED, page_size=16, kv_dtype="int8", dtype="float16", sliding_window=60),
+}
+
+
 def sample(count: int, seed: int) -> list[Case]:
     rng = random.Random(seed)
     choices = pairwise({**GEOMETRY, **PROFILE}, count, rng)
@@ -56,7 +68,12 @@ def test_a_ring_that_wraps(name: str) -> None:
         assert_contract(LONG[name], "mosaic_gpu")
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("name", QUANTISED)
+def test_quantised_pools(name: str) -> None:
+    with interpreted():
+        assert_contract(QUANTISED[name], "mosaic_gpu")
+
+
 @pytest.mark.parametrize("index", range(100))
 def test_full_sample(index: int) -> None:
     with interpreted():

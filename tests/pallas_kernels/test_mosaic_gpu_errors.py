@@ -13,6 +13,7 @@ from pallas_kernels.mosaic_gpu import check, target
 unchecked: Any = inspect.unwrap(check)  # shapes stand for arrays here; the tests' type checker wants arrays
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
+INT8, FP8 = jnp.int8, jnp.float8_e4m3fn
 
 
 def arguments(
@@ -35,7 +36,8 @@ def checked(**changes: Any) -> None:
 WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "float32 pool": ({"dtype": F32}, ("q's dtype is float32", "bfloat16 or float16", "'xla'")),
     "float32 queries": ({"q_dtype": F32}, ("q's dtype is float32", "bfloat16 or float16", "'xla'")),
-    "other dtypes": ({"q_dtype": F16}, ("q's dtype is float16", "that of kv_pages, bfloat16")),
+    "other dtypes": ({"q_dtype": F16}, ("kv_pages' dtype is bfloat16", "q's, float16 or int8 or float8_e4m3fn")),
+    "float32 queries of a quantised pool": ({"dtype": INT8, "q_dtype": F32}, ("q's dtype is float32", "'xla'")),
     "head_dim": ({"head_dim": 80}, ("head_dim is 80", "64, 128, 256", "padded_head_dim", "'xla'")),
     "page_size": ({"page_size": 4}, ("page_size is 4", "8, 16, 32, 64, 128", "'xla'")),
     "group": ({"heads": (17, 1)}, ("num_heads / num_kv_heads is 17", "1 to 16", "'xla'")),
@@ -52,20 +54,22 @@ def test_shapes_and_dtypes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "head_dim", "words"),
+    ("capability", "changes", "words"),
     [
-        (None, 64, ("the platform is 'cpu'", "sm_80, sm_89, sm_90, sm_100, sm_120")),
-        ((7, 5), 64, ("the chip is sm_75", "sm_80, sm_89, sm_90, sm_100, sm_120")),
-        ((8, 9), 256, ("head_dim is 256 on sm_89", "64, 128")),
-        ((12, 0), 256, ("head_dim is 256 on sm_120", "64, 128")),
+        (None, {}, ("the platform is 'cpu'", "sm_80, sm_89, sm_90, sm_100, sm_120")),
+        ((7, 5), {}, ("the chip is sm_75", "sm_80, sm_89, sm_90, sm_100, sm_120")),
+        ((8, 9), {"head_dim": 256}, ("head_dim is 256 on sm_89", "64, 128")),
+        ((12, 0), {"head_dim": 256}, ("head_dim is 256 on sm_120", "64, 128")),
+        ((8, 0), {"page_size": 8}, ("page_size is 8 on sm_80", "16 and more there with bfloat16 and head_dim 64")),
+        ((8, 9), {"dtype": INT8, "q_dtype": BF16}, ("page_size is 16 on sm_89", "32 and more there with int8")),
     ],
 )
 def test_platforms_and_chips(
-    capability: tuple[int, int] | None, head_dim: int, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int] | None, changes: dict[str, Any], words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(target, "capability", lambda: capability)
     with pytest.raises(NotImplementedError) as error:
-        checked(head_dim=head_dim)
+        checked(**changes)
     assert [word for word in ("mosaic_gpu", "'xla'", *words) if word not in str(error.value)] == [], str(error.value)
 
 
@@ -73,9 +77,10 @@ def test_platforms_and_chips(
 @pytest.mark.parametrize("page_size", [8, 16, 32, 64, 128])
 def test_what_is_supported_passes(head_dim: int, page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target, "capability", lambda: (9, 0))
-    for dtype in (BF16, F16):
-        for group in range(1, 17):
-            checked(dtype=dtype, head_dim=head_dim, page_size=page_size, heads=(group, 1))
+    for q_dtype in (BF16, F16):
+        for dtype in (q_dtype, INT8, FP8):
+            for group in range(1, 17):
+                checked(dtype=dtype, q_dtype=q_dtype, head_dim=head_dim, page_size=page_size, heads=(group, 1))
 
 
 def attend(implementation: str | None) -> jax.Array:
