@@ -8,6 +8,7 @@ from typing import Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from pallas_kernels.quantisation import QUANTISED_DTYPES
@@ -36,7 +37,7 @@ def check(
       NotImplementedError: the platform or the chip is none of those supported.
     """
     del block_tables, max_query_len  # any will do
-    problem = _unsupported_chip(q.shape[-1], kv_pages)
+    problem = _unsupported_chip(q.shape[-1], kv_pages.shape[1], kv_pages.dtype)
     if problem is not None:
         raise NotImplementedError(problem)
     if q.dtype.name not in _DTYPES:
@@ -107,7 +108,7 @@ def paged_attention(
     return jnp.where(is_query[:, None, None], out, jnp.zeros((), q.dtype)), jnp.where(is_query[:, None], lse, -jnp.inf)
 
 
-def _unsupported_chip(head_dim: int, kv_pages: Array) -> str | None:
+def _unsupported_chip(head_dim: int, page_size: int, pool_dtype: np.dtype) -> str | None:
     from pallas_kernels.mosaic_gpu import target
 
     if target.interpreting():
@@ -121,9 +122,9 @@ def _unsupported_chip(head_dim: int, kv_pages: Array) -> str | None:
         return _message("the chip", chip, chips)
     if head_dim == 256 and capability in _SMALL_SHARED_MEMORY:
         return _message("head_dim", f"256 on {chip}", "64, 128 there (a block has too little shared memory)")
-    page_size, least = kv_pages.shape[1], _MIN_COPY_BYTES // (2 * head_dim * kv_pages.dtype.itemsize)
+    least = _MIN_COPY_BYTES // (2 * head_dim * pool_dtype.itemsize)
     if capability < (9, 0) and page_size < least:
-        pool = f"{kv_pages.dtype} and head_dim {head_dim}"
+        pool = f"{pool_dtype} and head_dim {head_dim}"
         return _message("page_size", f"{page_size} on {chip}", f"{least} and more there with {pool}")
     return None
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.mosaic_gpu import compat, softmax, target
-from pallas_kernels.mosaic_gpu.ring import Ring, Stream, Tile
+from pallas_kernels.mosaic_gpu.ring import Ring, Stream, Tile, ring_for_two_blocks
 
 _BLOCKS_PER_SM: Final = 6  # two at once, so three waves even out unequal lengths
 _TILE_BYTES: Final = 32 * 1024  # of keys and values in 16 bits
@@ -49,7 +49,7 @@ def decode(
     group = num_heads // num_kv_heads
     gpu = target.current()
     keys = max(_MIN_TILE_KEYS, _TILE_BYTES // (2 * 2 * head_dim))
-    ring = Ring.for_two_blocks(gpu, keys, q.dtype, kv_pages, head_dim)
+    ring = ring_for_two_blocks(gpu, keys, q.dtype, kv_pages, head_dim)
     columns = -(-group // 8) * 8
     splits = num_splits(gpu.num_sms, num_seqs * num_kv_heads, block_tables.shape[1] * ring.page_size)
     q = q.reshape(num_seqs, num_kv_heads, group, head_dim)

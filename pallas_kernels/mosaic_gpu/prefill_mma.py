@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from pallas_kernels.mosaic_gpu import compat, softmax
 from pallas_kernels.mosaic_gpu.query_tile import query_tile
-from pallas_kernels.mosaic_gpu.ring import Ring, Tile, swizzled
+from pallas_kernels.mosaic_gpu.ring import Ring, Tile, ring_for_two_blocks, swizzled
 from pallas_kernels.mosaic_gpu.target import Target
 
 ROWS: Final = 64
@@ -40,7 +40,7 @@ def attend_tiles(
 ) -> tuple[Array, Array]:
     """See `pallas_kernels.mosaic_gpu.prefill`; returns (out, lse)."""
     num_tiles, num_kv_heads, rows, head_dim = q.shape
-    ring = Ring.for_two_blocks(gpu, _KEYS, q.dtype, kv_pages, head_dim)
+    ring = ring_for_two_blocks(gpu, _KEYS, q.dtype, kv_pages, head_dim)
 
     def prefill(*refs: Any, **scratch: Any) -> None:  # the name is the kernel's
         _body(ring, group, logit_soft_cap, *refs, **scratch)
@@ -103,9 +103,10 @@ def _body(
 
         @pl.when(tile.first_key + ring.keys > block.end)
         def _() -> None:
-            values = tile.kv.at[:, pl.ds(head_dim, head_dim)]
-            key = tile.first_key + lax.broadcasted_iota(jnp.int32, (ring.keys, head_dim), 0)
-            values[...] = jnp.where(key < block.end, values[...], jnp.zeros((), values.dtype))  # 0 x NaN is NaN
+            key = tile.first_key + lax.broadcasted_iota(jnp.int32, (ring.keys, _DEPTH), 0)
+            for depth in depths:
+                values = tile.kv.at[:, pl.ds(head_dim + depth, _DEPTH)]
+                values[...] = jnp.where(key < block.end, values[...], jnp.zeros((), values.dtype))  # 0 x NaN is NaN
 
         scratch["weights"][...] = tile.scale_weights(weights, visible, axis=1).astype(ring.dtype)
         rounded = plgpu.load(scratch["weights"])

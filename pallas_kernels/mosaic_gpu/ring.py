@@ -10,7 +10,7 @@ is widened into one buffer beside the ring. For its scales see `pallas_kernels.m
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -53,18 +53,6 @@ class Ring:
     dtype: np.dtype
     pool_dtype: np.dtype
 
-    @classmethod
-    def for_two_blocks(cls, target: Target, keys: int, dtype: np.dtype, kv_pages: Array, head_dim: int) -> Self:
-        """The ring with which two blocks of one warpgroup fit on a multiprocessor, or on small ones, one block.
-
-        That takes tiles of 32 KiB in 16 bits. There are 3 stages (2 on small multiprocessors); what widening leaves of
-        their bytes makes stages of 8 bits.
-        """
-        stages = 3 if target.shared_memory >= _TWO_BLOCKS else 2
-        if kv_pages.dtype.itemsize == 1:
-            stages = 2 * (stages - 1)
-        return cls(target, stages, keys, kv_pages.shape[1], head_dim, dtype, kv_pages.dtype)
-
     @property
     def quantised(self) -> bool:
         return self.pool_dtype in LARGEST
@@ -103,6 +91,18 @@ class Ring:
             arrivals = self.copies * (3 if self.copies_scales else 1)
             types["full"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=self.stages)
         return types
+
+
+def ring_for_two_blocks(target: Target, keys: int, dtype: np.dtype, kv_pages: Array, head_dim: int) -> Ring:
+    """The ring with which two blocks of one warpgroup fit on a multiprocessor, or on small ones, one block.
+
+    That takes tiles of 32 KiB in 16 bits. There are 3 stages (2 on small multiprocessors); what widening leaves of
+    their bytes makes stages of 8 bits.
+    """
+    stages = 3 if target.shared_memory >= _TWO_BLOCKS else 2
+    if kv_pages.dtype.itemsize == 1:
+        stages = 2 * (stages - 1)
+    return Ring(target, stages, keys, kv_pages.shape[1], head_dim, dtype, kv_pages.dtype)
 
 
 class Tile(NamedTuple):
