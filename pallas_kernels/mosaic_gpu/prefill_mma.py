@@ -76,7 +76,7 @@ def _body(
 ) -> None:
     rows, head_dim = q.shape[-2:]
     block = query_tile(ring, scratch, tiles, kv_pages, kv_scales, block_tables, row_offset, window)
-    to_log2 = softmax.log2_logits(scale[0], soft_cap)
+    to_log2, window = softmax.log2_logits(scale[0], soft_cap), window[0]
     at = block.index, block.head
 
     def load_queries(depth: int) -> Any:
@@ -90,7 +90,7 @@ def _body(
         shape = (rows, ring.keys)
         position = block.first_query + lax.broadcasted_iota(jnp.int32, shape, 0) // group
         key = tile.first_key + lax.broadcasted_iota(jnp.int32, shape, 1)
-        visible = (key <= position) & (key > position - block.window)
+        visible = (key <= position) & (key > position - window)
         logits = jnp.zeros(shape, jnp.float32)
         for depth in depths:
             queries = kept[depth] if kept else load_queries(depth)

@@ -100,7 +100,7 @@ def _body(
         rows = pl.ds(pl.multiple_of(warpgroup * _WARPGROUP_ROWS, _WARPGROUP_ROWS), _WARPGROUP_ROWS)
         at = block.index, block.head, rows
         to_log2 = softmax.log2_logits(scale[0], soft_cap)
-        _compute(block, group, to_log2, warpgroup, q.at[at], out.at[at], lse.at[at])
+        _compute(block, group, to_log2, warpgroup, window[0], q.at[at], out.at[at], lse.at[at])
 
     @pl.when(has_work & (warpgroup == _WARPGROUPS))
     def _() -> None:
@@ -146,7 +146,14 @@ def _copy(stream: Stream, end: Any) -> None:
 
 
 def _compute(
-    block: QueryTile, group: int, to_log2: Callable[[Any], Any], warpgroup: Any, q: Any, out: Any, lse: Any
+    block: QueryTile,
+    group: int,
+    to_log2: Callable[[Any], Any],
+    warpgroup: Any,
+    window: Any,
+    q: Any,
+    out: Any,
+    lse: Any,
 ) -> None:
     """A computing warpgroup: the online softmax of its 64 rows over all tiles."""
     stream = block.stream
@@ -172,7 +179,7 @@ def _compute(
         row = warpgroup * rows + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
         position = block.first_query + row // group
         key = stream.first_key + tile * keys + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-        visible = (key <= position) & (key > position - block.window)
+        visible = (key <= position) & (key > position - window)
         logits = jnp.where(visible, to_log2(products), softmax.FLOOR)
         new_peak = jnp.maximum(peak, logits.max(axis=1))
         weights = jnp.exp2(logits - lax.broadcast_in_dim(new_peak, shape, [0]))

@@ -16,7 +16,6 @@ class QueryTile(NamedTuple):
       head: the KV head.
       first_query: position of the first query.
       end: one past the last position that the tile sees.
-      window: keys a query looks back on.
       stream: the keys; no tiles of them if there are no queries.
     """
 
@@ -24,7 +23,6 @@ class QueryTile(NamedTuple):
     head: Any
     first_query: Any
     end: Any
-    window: Any
     stream: Stream
 
 
@@ -42,4 +40,4 @@ def query_tile(
         ring, scratch, kv_pages, kv_scales, block_tables, row_offset[0], seq, head, first_key, count,
         last_page=lax.div(end - 1, jnp.int32(ring.page_size)),  # towards 0: 0 if there are no queries
     )  # fmt: skip
-    return QueryTile(index, head, first_query, end, window[0], stream)
+    return QueryTile(index, head, first_query, end, stream)
