@@ -3,6 +3,7 @@
 The kernels, and Pallas with them, are imported when first traced: importing this costs nothing.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
@@ -19,6 +20,7 @@ PAGE_SIZES: Final = (8, 16, 32, 64, 128)
 MAX_GROUP: Final = 16
 _DTYPES: Final = ("bfloat16", "float16")
 _SMALL_SHARED_MEMORY: Final = ((8, 9), (12, 0))  # capabilities whose blocks cannot hold two tiles of head_dim 256
+_QUANTISED_CHIPS: Final = ((9, 0), (10, 0))  # for which kernels over quantised pools were compiled
 _MIN_COPY_BYTES: Final = 4096  # of a cp.async copy: 16 from each thread, twice since rows are swizzled by eights
 
 
@@ -114,19 +116,27 @@ def _unsupported_chip(head_dim: int, page_size: int, pool_dtype: np.dtype) -> st
     if target.interpreting():
         return None
     capability = target.capability()
-    chips = ", ".join(f"sm_{major}{minor}" for major, minor in target.CAPABILITIES)
+    chips = _names(target.CAPABILITIES)
     if capability is None:
         return _message("the platform", repr(jax.default_backend()), f"an NVIDIA GPU ({chips})")
-    chip = f"sm_{capability[0]}{capability[1]}"
+    chip = _names([capability])
     if capability not in target.CAPABILITIES:
         return _message("the chip", chip, chips)
     if head_dim == 256 and capability in _SMALL_SHARED_MEMORY:
         return _message("head_dim", f"256 on {chip}", "64, 128 there (a block has too little shared memory)")
+    if pool_dtype in QUANTISED_DTYPES and capability not in _QUANTISED_CHIPS:
+        return _message(
+            "kv_pages' dtype", f"{pool_dtype} on {chip}", f"q's there, and any on {_names(_QUANTISED_CHIPS)}"
+        )
     least = _MIN_COPY_BYTES // (2 * head_dim * pool_dtype.itemsize)
     if capability < (9, 0) and page_size < least:
         pool = f"{pool_dtype} and head_dim {head_dim}"
         return _message("page_size", f"{page_size} on {chip}", f"{least} and more there with {pool}")
     return None
+
+
+def _names(capabilities: Sequence[tuple[int, int]]) -> str:
+    return ", ".join(f"sm_{major}{minor}" for major, minor in capabilities)
 
 
 def _message(name: str, got: object, supported: str) -> str:

@@ -61,7 +61,8 @@ def test_shapes_and_dtypes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ((8, 9), {"head_dim": 256}, ("head_dim is 256 on sm_89", "64, 128")),
         ((12, 0), {"head_dim": 256}, ("head_dim is 256 on sm_120", "64, 128")),
         ((8, 0), {"page_size": 8}, ("page_size is 8 on sm_80", "16 and more there with bfloat16 and head_dim 64")),
-        ((8, 9), {"dtype": INT8, "q_dtype": BF16}, ("page_size is 16 on sm_89", "32 and more there with int8")),
+        ((8, 0), {"dtype": INT8, "q_dtype": BF16}, ("kv_pages' dtype is int8 on sm_80", "sm_90, sm_100")),
+        ((12, 0), {"dtype": FP8, "q_dtype": BF16}, ("float8_e4m3fn on sm_120", "sm_90, sm_100")),
     ],
 )
 def test_platforms_and_chips(
