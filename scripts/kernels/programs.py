@@ -180,6 +180,13 @@ _BOTH: Final[Mapping[str, AnyProgram]] = {
 }
 GPU_PROGRAMS: Final[Mapping[str, AnyProgram]] = {
     **_BOTH,
+    **{
+        f"{kernel}-64/8-{head_dim}-{kv_dtype}-page-{page_size}": build(
+            Attention((64, 8), head_dim, page_size=page_size, kv_dtype=kv_dtype)
+        )
+        for kernel, build in (("decode", replace), ("prefill", _prefill))
+        for head_dim, kv_dtype, page_size in ((64, "int8", 16), (128, "int8", 32), (128, "float8_e4m3fn", 32))
+    },
     "decode-32/2-128": Attention((32, 2), 128),
     "decode-32/8-128-float16-cap": replace(_LLAMA, dtype="float16", soft_cap=50.0),
     "prefill-32/8-128-float16-cap": _prefill(replace(_LLAMA, dtype="float16", soft_cap=50.0)),
