@@ -1,4 +1,4 @@
-"""A few cases of `test_mosaic_gpu.py` in every run.
+"""A case of `test_mosaic_gpu.py` in every run.
 
 The interpreter runs each warpgroup in a thread that waits inside XLA. Where XLA has no more threads than warpgroups (it
 takes as many as there are cores) it was seen to hang by itself. XLA reads their number from NPROC as it starts: hence a
@@ -15,11 +15,7 @@ import pytest
 
 ROOT: Final = Path(__file__).parents[2]
 XLA_THREADS: Final = "16"
-CASES: Final = (
-    "test_a_ring_that_wraps[prefill]",
-    "test_quantised_pools[copied scales]",
-    "test_quantised_pools[gathered scales]",
-)
+CASES: Final = ("test_a_ring_that_wraps[prefill]",)  # decode rows beside a chunk
 
 
 @pytest.mark.timeout(300)

@@ -97,6 +97,7 @@ def test_loads():
     assert loads.longest([made["mixed-64"]]) >= 400
 
 
+@pytest.mark.slow
 def test_our_own_worker(folder):
     worker = process.start(System("paged_jax", "float32"), "unused", {"model": folder, "threads": 1, "max-len": 64,
                                                                       "max-seqs": 2})  # fmt: skip
