@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paged_jax import sampling
+from paged_jax.decode import MAX_END_IDS
 from paged_jax.request import Completion, Request, Times, TokenEvent, Tokenizer, TokenStream
 from paged_jax.sampling import Logprobs
 from paged_jax.sequence import SequenceState
@@ -49,6 +50,8 @@ class Answer:
         self.prompt_logprobs = np.zeros(sequence.prompt_len - 1 if request.prompt_logprobs else 0, np.float32)
         end_ids = frozenset() if tokenizer is None or request.ignore_eos else tokenizer.eos_ids
         self._end_ids = end_ids | frozenset(request.stop_ids)
+        only_tokens = not request.stop_strings and len(self._end_ids) <= MAX_END_IDS
+        sequence.end_ids = tuple(self._end_ids) if only_tokens else None
         self._stream = None if tokenizer is None else tokenizer.stream()
         self._filter = StopFilter(request.stop_strings) if request.stop_strings else None
         self._text: list[str] = []

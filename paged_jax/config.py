@@ -13,6 +13,8 @@ class EngineConfig:
       max_seqs: sequences that run at once, the rows of the block table.
       max_model_len: longest sequence in tokens, prompt and answer together.
       max_tokens_per_step: tokens one step computes; longer prompts are prefilled in chunks.
+      decode_steps: decode steps that may follow one another in one call of the device, without the host between them
+        (see `Engine.step`); 1 for none. Pages for so many tokens are taken ahead.
       memory_utilization: fraction of the device's memory for weights, temporaries and pages.
       prefix_caching: let requests with the same beginning share pages.
       sliding_window: keys that every layer of the model looks back on at most; pages behind it are given back. None
@@ -26,13 +28,14 @@ class EngineConfig:
     max_seqs: int = 32
     max_model_len: int = 2048
     max_tokens_per_step: int = 512
+    decode_steps: int = 8
     memory_utilization: float = 0.9
     prefix_caching: bool = True
     sliding_window: int | None = None
     implementation: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_seqs", "max_model_len"):
+        for name in ("max_seqs", "max_model_len", "decode_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.max_tokens_per_step < self.max_seqs:

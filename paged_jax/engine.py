@@ -12,11 +12,13 @@ from jaxtyping import Float
 
 import pallas_kernels
 from paged_jax import answer as answers
+from paged_jax import outcome
 from paged_jax.admission import Admission
 from paged_jax.answer import Answer, Needs
 from paged_jax.config import EngineConfig
 from paged_jax.errors import EngineBusyError
 from paged_jax.layout import KVLayout
+from paged_jax.outcome import Outcome
 from paged_jax.prefix import Namespace, PageKeys, PrefixMatch
 from paged_jax.request import Completion, Request, TokenEvent, Tokenizer
 from paged_jax.runner import Runner
@@ -24,7 +26,7 @@ from paged_jax.sampling import LogitsProcessor
 from paged_jax.scheduler import Scheduler, StepPlan
 from paged_jax.sequence import SequenceState
 from paged_jax.stats import EngineMetrics, EngineStats, PageMap, live_pages, page_map, snapshot
-from paged_jax.steps import Extras, Model, StepOutput, Steps
+from paged_jax.steps import Extras, Model, Steps
 from paged_jax.streams import Streams
 
 
@@ -69,7 +71,7 @@ class Engine:
         self.config = config or EngineConfig()
         self.layout = layout
         self.stats = EngineStats(layout)
-        steps = Steps(model, page_size=layout.page_size, logits_processor=logits_processor)
+        steps = Steps(model, page_size=layout.page_size, config=self.config, logits_processor=logits_processor)
         self._runner = Runner(steps, params, layout, self.config)
         self._always = Needs(sampling=logits_processor is not None, context=logits_processor is not None)
         self._admission = Admission(model, params, layout, tokenizer, self.config)
@@ -129,15 +131,28 @@ class Engine:
             if running:
                 self._runner.release(running)
 
-    def step(self) -> list[TokenEvent]:
+    def step(self, *, max_steps: int = 1) -> list[TokenEvent]:
         """Computes one step and returns the tokens it made: none while only prompts are computed, and when `is_idle`.
 
+        Decode steps may follow one another in one call of the device, which spares the host's work between them; the
+        tokens are those of single steps, in the same order. That is done while every running request decodes, nobody
+        who waits could be admitted before one of them ends (the call ends with it then), none has stop strings or
+        more than 8 end tokens, no stream is open, and the pool has room for what they will write, cached pages that
+        nobody uses given up.
+
+        Args:
+          max_steps: decode steps at most, up to `EngineConfig.decode_steps`. Meanwhile nothing can be added or aborted.
+
         Raises:
+          ValueError: max_steps is out of range.
           Exception: whatever the model's step raised; no request is lost.
         """
+        if not 1 <= max_steps <= self.config.decode_steps:
+            raise ValueError(f"max_steps must be in 1..decode_steps = {self.config.decode_steps}, got {max_steps}")
         with self._lock:
             started, compiled = time.perf_counter(), self._runner.steps.compile_seconds
-            plan = self._scheduler.plan(self._runner.num_free, self._runner.release_row)
+            max_steps = 1 if self._streams.any_open else max_steps
+            plan = self._scheduler.plan(self._runner.num_free, self._runner.release_row, max_steps)
             if plan is None:
                 return []
             for sequence in plan.admitted:
@@ -156,11 +171,11 @@ class Engine:
                 self._runner.fork(forks)
             elapsed = time.perf_counter() - started - (self._runner.steps.compile_seconds - compiled)
             live = live_pages(self._scheduler, self._runner, self.layout)
-            self.stats.record(plan, elapsed, self._runner.steps, self._runner.seq_lens, live_pages=live)
-            events = self._accept(plan, output)
-            self._give_back(plan)
-            self._streams.deal(events)
-            return events
+            taken = outcome.take(plan, output, self._answers, self._scheduler, self._runner.page_ids)
+            self.stats.record(plan, taken, elapsed, self._runner.steps, self._runner.seq_lens, live_pages=live)
+            self._give_back(plan, taken)
+            self._streams.deal(taken.events)
+            return taken.events
 
     def generate(
         self,
@@ -177,6 +192,9 @@ class Engine:
           on_token: called as `on_token(index, event)` for every token, where index is the place in `requests`.
           on_step: called after every step, to look at the engine.
 
+        Who gives neither waits for whole answers: decode steps then follow one another in one call of the device where
+        they can (see `step`), `EngineConfig.decode_steps` at most.
+
         Raises:
           ValueError, RequestTooLongError: a request is refused (see `add_request`); none has run.
         """
@@ -184,8 +202,9 @@ class Engine:
             checked = [self._admission.samples(request) for request in requests]
             index = {self._enqueue(samples): i for i, samples in enumerate(checked)}
         flat = [answer for samples in checked for answer in samples]
+        max_steps = self.config.decode_steps if on_token is None and on_step is None else 1
         while any(answer.sequence.finish_reason is None for answer in flat):
-            for event in self.step():
+            for event in self.step(max_steps=max_steps):
                 if on_token is not None and event.request_id in index:
                     on_token(index[event.request_id], event)
             if on_step is not None:
@@ -315,12 +334,13 @@ class Engine:
         wanted = [self._union([answers.needs_of(request)]) for request in like] or [self._always]
         scored = {False} | {needs.prompt_logprobs for needs in wanted}
         programs = {needs._replace(prompt_logprobs=flag) for needs in wanted for flag in scored}
-        sizes = [(size, 1, size) for size in self.config.decode_sizes]
-        sizes += [(size, size, min(size, self.config.max_seqs)) for size in self.config.prefill_sizes]
+        sizes = [(size, True) for size in self.config.decode_sizes]
+        sizes += [(size, False) for size in self.config.prefill_sizes]
         with self._lock:
-            for num_tokens, longest, rows in sizes:
+            for size, is_decode in sizes:
                 for needs in programs:
-                    self._runner.compile(num_tokens, longest, rows, self._make_extras(needs, [], num_tokens, rows))
+                    extras = self._make_extras(needs, [], size, min(size, self.config.max_seqs))
+                    self._runner.compile(size, extras, is_decode=is_decode)
             self._runner.compile_metadata()
 
     def _enqueue(self, samples: list[Answer]) -> int:
@@ -351,39 +371,18 @@ class Engine:
     ) -> Extras:
         return answers.extras(needs, running, num_tokens=num_tokens, rows=num_rows, max_len=self.config.max_model_len)
 
-    def _accept(self, plan: StepPlan, output: StepOutput) -> list[TokenEvent]:
-        if output.prompt_logprobs is not None:
-            start = 0
-            for sequence, count in plan.counts:
-                logprobs = np.asarray(output.prompt_logprobs[start : start + count])
-                self._answers[sequence].take_prompt(logprobs, sequence.num_cached - count)
-                start += count
-        events = []
-        tokens = output.tokens.tolist()
-        for row, (sequence, _) in enumerate(plan.counts):
-            if sequence.num_cached < len(sequence.tokens):
-                continue  # a chunk that ends inside the prompt
-            answer = self._answers[sequence]
-            if len(sequence.tokens) == sequence.max_len:
-                answer.end("length")  # only scored
-            else:
-                events.append(answer.take_token(tokens[row], output.logprobs, row))
-        forked = [(parent, child) for parent, children in plan.forked for child in children]
-        for row, (parent, child) in enumerate(forked, start=len(plan.counts)):
-            self._answers[child].fork_from(self._answers[parent])
-            events.append(self._answers[child].take_token(tokens[row], output.logprobs, row))
-        return events
-
-    def _give_back(self, plan: StepPlan) -> None:
-        """Releases the rows of finished sequences, and pages behind the window."""
-        sequences = [sequence for sequence, _ in plan.counts]
-        sequences += [child for _, children in plan.forked for child in children]
-        finished = [sequence for sequence in sequences if sequence.finish_reason is not None]
-        if finished:
-            self._runner.release([self._scheduler.finish(sequence) for sequence in finished])
-        for sequence in finished:
+    def _give_back(self, plan: StepPlan, taken: Outcome) -> None:
+        """Releases the rows of sequences that ended, pages that others took ahead in vain, and those behind the
+        window."""
+        lens = {}
+        if plan.num_steps > 1:
+            lens = {sequence.placed_row: sequence.num_cached for sequence, _ in plan.counts}
+        lens |= {self._scheduler.finish(sequence): 0 for sequence in taken.ended}
+        if taken.published or taken.ended:
+            self._runner.settle(taken.published, lens)
+        for sequence in taken.ended:
             del self._answers[sequence]
-        for request_id in {sequence.request_id for sequence in finished}:
+        for request_id in {sequence.request_id for sequence in taken.ended}:
             if all(sequence.finish_reason is not None for sequence in self._requests[request_id]):
                 del self._requests[request_id]
         if self.config.sliding_window is not None:

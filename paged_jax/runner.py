@@ -6,13 +6,18 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
+from jaxtyping import Int32
 
-from paged_jax import block_tables, page_pool
+from paged_jax import block_tables, decode, page_pool
 from paged_jax.batch import Batch
+from paged_jax.block_tables import BlockTables, PageCopies
 from paged_jax.cache import KVPages
 from paged_jax.config import EngineConfig
+from paged_jax.decode import DecodeRows
 from paged_jax.errors import MissingBackendError
 from paged_jax.layout import KVLayout
+from paged_jax.page_pool import PagePool
 from paged_jax.scheduler import StepPlan
 from paged_jax.sequence import SequenceState
 from paged_jax.steps import Extras, PageUpdates, StepOutput, Steps
@@ -71,7 +76,7 @@ class Runner:
             self._kv = KVPages.create(self._layout)
 
     def run(self, plan: StepPlan, make_extras: MakeExtras) -> StepOutput:
-        """Allocates, computes, and gives the next token of every row on the host.
+        """Allocates, computes, and gives the next token of every row on the host, an axis of steps before the rows.
 
         Rows are the plan's sequences in order, then the children that fork from them.
         """
@@ -84,8 +89,8 @@ class Runner:
             logit_rows += [logit_rows[place[parent]] for parent, _ in pairs]
             rows = rows + [(child, 0) for _, child in pairs]
 
-        longest = max(counts)
-        sizes = self._config.decode_sizes if longest == 1 else self._config.prefill_sizes
+        is_decode = max(counts) == 1
+        sizes = self._config.decode_sizes if is_decode else self._config.prefill_sizes
         size = next(size for size in sizes if size >= max(plan.num_tokens, len(rows)))
         token_ids = np.zeros(size, np.int32)
         token_ids[: plan.num_tokens] = [
@@ -93,18 +98,23 @@ class Runner:
         ]
 
         self._adopt([sequence for sequence in plan.admitted if sequence.named])
-        batch = self._append(plan, counts, size, longest)
-        num_rows = min(size, self._config.max_seqs)
-        wanted = np.zeros(num_rows, np.int32)
+        wanted = np.zeros(min(size, self._config.max_seqs), np.int32)
         wanted[: len(logit_rows)] = logit_rows
-        return self._compute(token_ids, batch, wanted, make_extras(rows, size, num_rows))
+        work = self._reserve(plan, wanted) if is_decode else self._append(plan, counts, size, wanted)
+        return self._compute(token_ids, work, make_extras(rows, size, len(wanted)))
 
-    def compile(self, num_tokens: int, longest: int, num_rows: int, extras: Extras) -> None:
+    def compile(self, num_tokens: int, extras: Extras, *, is_decode: bool) -> None:
         """Compiles the programs of steps of this shape, by a step that computes nothing of use."""
-        counts = np.zeros(self._config.max_seqs, np.int32)
-        updates = self._no_updates(longest)
-        _, _, batch, _, _ = self._steps_append(counts, counts, updates, num_tokens, longest)
-        self._compute(np.zeros(num_tokens, np.int32), batch, np.zeros(num_rows, np.int32), extras)
+        none = np.zeros(self._config.max_seqs, np.int32)
+        work: Batch | DecodeRows
+        if is_decode:
+            self.steps.reserve(self._tables, self._pool, none, self._no_updates(self._most_decoded))
+            work = decode.no_rows(num_tokens, self.page_ids.shape[1])
+        else:
+            updates = self._no_updates(self._config.max_tokens_per_step)
+            _, _, batch, _, _ = self._steps_append(none, none, updates, num_tokens)
+            work = replace(batch, logit_rows=none[:num_tokens])
+        self._compute(np.zeros(num_tokens, np.int32), work, extras)
 
     def compile_metadata(self) -> None:
         """Compiles the programs that move pages beside steps, by calls that move nothing."""
@@ -118,11 +128,20 @@ class Runner:
         copies = block_tables.PageCopies(*jax.device_put((none, none, np.int32(0)), self.device))
         self._kv = self.steps.copy_pages(self._kv, copies)
 
+    def settle(self, published: Sequence[tuple[int, int]], lens: Mapping[int, int]) -> None:
+        """Takes the index's references on pages, (row, logical page) each, then cuts rows to a length each and gives
+        back what lies behind."""
+        updates = self._no_updates(self._most_decoded)
+        if published:
+            n = len(published)
+            updates.published_rows[:n], updates.published_pages[:n] = zip(*published, strict=True)
+        all_lens = np.full(self._config.max_seqs, np.iinfo(np.int32).max, np.int32)
+        all_lens[list(lens)] = list(lens.values())
+        self._tables, self._pool = self.steps.settle(self._tables, self._pool, all_lens, updates)
+
     def release(self, rows: Sequence[int]) -> None:
         """Gives back the pages of rows."""
-        mask = np.zeros(self._config.max_seqs, bool)
-        mask[list(rows)] = True
-        self._tables, self._pool = self.steps.release(self._tables, self._pool, mask)
+        self.settle([], dict.fromkeys(rows, 0))
 
     def release_row(self, row: int) -> int:
         """Gives back the pages of a row and returns how many are free then."""
@@ -155,39 +174,62 @@ class Runner:
             row = np.int32(sequence.placed_row)
             self._tables, self._pool = self.steps.adopt(self._tables, self._pool, row, page_ids, length)
 
-    def _append(self, plan: StepPlan, query_lens: list[int], num_tokens: int, longest: int) -> Batch:
-        counts = np.zeros(self._config.max_seqs, np.int32)
-        rereads = np.zeros(self._config.max_seqs, np.int32)
+    def _append(
+        self, plan: StepPlan, query_lens: list[int], num_tokens: int, logit_rows: Int32[np.ndarray, " rows"]
+    ) -> Batch:
+        counts, rereads = np.zeros((2, self._config.max_seqs), np.int32)
         rows = [sequence.placed_row for sequence, _ in plan.counts]
         rereads[rows] = [sequence.rereads for sequence, _ in plan.counts]
         counts[rows] = query_lens
         counts -= rereads
-        updates = self._no_updates(longest)
-        updates.evicted[: len(plan.evicted)] = plan.evicted
-        for i, publication in enumerate(plan.published):
-            updates.published_rows[i], updates.published_pages[i] = publication.sequence.placed_row, publication.page
-        tables, pool, batch, copies, ok = self._steps_append(counts, rereads, updates, num_tokens, longest)
-        # Read back before the model is dispatched: on a CPU the allocator would wait behind it.
+        updates = self._updates(plan, self._config.max_tokens_per_step)
+        tables, pool, batch, copies, ok = self._steps_append(counts, rereads, updates, num_tokens)
+        self._take(tables, pool, copies, ok)
+        return replace(batch, logit_rows=logit_rows)
+
+    def _reserve(self, plan: StepPlan, logit_rows: Int32[np.ndarray, " rows"]) -> DecodeRows:
+        sequences = [sequence for sequence, _ in plan.counts]
+        rows = [sequence.placed_row for sequence in sequences]
+        cached_lens = np.array([sequence.num_cached for sequence in sequences], np.int32)
+        rereads = np.array([sequence.rereads for sequence in sequences], np.int32)
+        limits = np.ones_like(cached_lens)
+        end_ids: list[tuple[int, ...]] = []
+        if plan.num_steps > 1:
+            limits[:] = [sequence.steps_left(plan.num_steps) for sequence in sequences]
+            end_ids = [sequence.end_ids or () for sequence in sequences]
+        counts = np.zeros(self._config.max_seqs, np.int32)
+        counts[rows] = limits - rereads
+        self._take(*self.steps.reserve(self._tables, self._pool, counts, self._updates(plan, self._most_decoded)))
+        return decode.pack(
+            self.page_ids[rows],
+            cached_lens,
+            cached_lens + rereads,
+            limits,
+            end_ids,
+            logit_rows,
+            stops_together=plan.stops_together,
+        )
+
+    def _take(self, tables: BlockTables, pool: PagePool, copies: PageCopies, ok: Array) -> None:
+        """Makes what the allocator gave the state. It is read before the model is dispatched: on a CPU the allocator
+        would wait behind that."""
         if not ok:
             raise AssertionError("the scheduler planned more than the pool holds")
         if int(copies.count):
             self._kv = self.steps.copy_pages(self._kv, jax.device_put(copies, self.device))
         self._tables, self._pool = tables, pool
-        return batch
 
     def _steps_append(
-        self, counts: np.ndarray, rereads: np.ndarray, updates: PageUpdates, num_tokens: int, longest: int
+        self,
+        counts: Int32[np.ndarray, " max_seqs"],
+        rereads: Int32[np.ndarray, " max_seqs"],
+        updates: PageUpdates,
+        num_tokens: int,
     ) -> block_tables.Grown:
-        """One program for all decode steps and one for all others; its batch is cut to the tokens of this step."""
-        most = self._most_tokens(longest)
+        """One program for all steps; its batch is cut to the tokens of this one."""
+        most = self._config.max_tokens_per_step
         tables, pool, batch, copies, ok = self.steps.append(
-            self._tables,
-            self._pool,
-            counts,
-            rereads,
-            updates,
-            num_tokens=most,
-            max_query_len=1 if longest == 1 else most,
+            self._tables, self._pool, counts, rereads, updates, num_tokens=most
         )
         # Views of the host's memory: the step's call moves them, which costs less than jax.device_put.
         batch = jax.tree.map(np.asarray, batch)
@@ -195,19 +237,30 @@ class Runner:
             batch,
             positions=batch.positions[:num_tokens],
             slot_mapping=batch.slot_mapping[:num_tokens],
-            max_query_len=1 if longest == 1 else num_tokens,
+            max_query_len=num_tokens,
+            implementation=self._config.implementation,
         )
         return tables, pool, batch, copies, ok
 
-    def _most_tokens(self, longest: int) -> int:
-        return self._config.max_seqs if longest == 1 else self._config.max_tokens_per_step
+    @property
+    def _most_decoded(self) -> int:
+        """Tokens that a call of decode steps computes at most."""
+        return self._config.max_seqs * self._config.decode_steps
 
-    def _no_updates(self, longest: int) -> PageUpdates:
-        return PageUpdates.none(self._most_tokens(longest), self._config.max_seqs, self._layout.page_size)
+    def _updates(self, plan: StepPlan, num_tokens: int) -> PageUpdates:
+        updates = self._no_updates(num_tokens)
+        updates.evicted[: len(plan.evicted)] = plan.evicted
+        for i, publication in enumerate(plan.published):
+            updates.published_rows[i], updates.published_pages[i] = publication.sequence.placed_row, publication.page
+        return updates
 
-    def _compute(self, token_ids: np.ndarray, batch: Batch, logit_rows: np.ndarray, extras: Extras) -> StepOutput:
-        batch = replace(batch, logit_rows=logit_rows, implementation=self._config.implementation)
-        output, self._kv = self.steps.step(self.params, token_ids, batch, self._kv, extras)
+    def _no_updates(self, num_tokens: int) -> PageUpdates:
+        return PageUpdates.none(num_tokens, self._config.max_seqs, self._layout.page_size)
+
+    def _compute(
+        self, token_ids: Int32[np.ndarray, " num_tokens"], work: Batch | DecodeRows, extras: Extras
+    ) -> StepOutput:
+        output, self._kv = self.steps.step(self.params, token_ids, work, self._kv, extras)
         return jax.tree.map(np.asarray, output)
 
 

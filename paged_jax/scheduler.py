@@ -9,7 +9,7 @@ oldest sequence never gives way and fits the pool alone, so it always comes to i
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -50,6 +50,9 @@ class StepPlan:
       published: pages that the step fills and the index will name.
       forked: sequences whose prompt ends in this step, and the children that fork from each.
       is_prefill: whether some sequence computes part of its prompt.
+      num_steps: decode steps that follow one another in this call. The counts are those of the first step; pages are
+        taken for all of them, as far as each sequence's length allows.
+      stops_together: all stop after the step in which the first sequence ends, since another waits for its row.
     """
 
     counts: list[tuple[SequenceState, int]]
@@ -60,6 +63,8 @@ class StepPlan:
     published: list[Publication] = field(default_factory=list)
     forked: list[tuple[SequenceState, list[SequenceState]]] = field(default_factory=list)
     is_prefill: bool = False
+    num_steps: int = 1
+    stops_together: bool = False
 
 
 @dataclass
@@ -111,13 +116,18 @@ class Scheduler:
         """Puts a sequence at the end of the queue."""
         self.waiting.append(sequence)
 
-    def plan(self, num_free: int, release: Callable[[int], int]) -> StepPlan | None:
+    def plan(self, num_free: int, release: Callable[[int], int], max_steps: int = 1) -> StepPlan | None:
         """Makes room for the running sequences, admits what fits, and gives the next step; None when nothing is left to
         do.
+
+        Several decode steps follow one another only where nothing could come between them: every sequence decodes,
+        nobody could be admitted before one of them ends, the device sees each end by itself, and there is room for
+        their tokens without anybody giving way.
 
         Args:
           num_free: free pages of the pool.
           release: gives back the pages of a row, whose sequence gives way, and returns how many are free then.
+          max_steps: decode steps that may follow one another in one call.
         """
         counts = self._running_counts()
         needed = self._pages_needed(counts)
@@ -133,12 +143,16 @@ class Scheduler:
             needed = self._pages_needed(counts)
         if not counts:
             return None
+        plan.is_prefill = any(count > 1 or seq.num_cached < seq.prompt_len for seq, count in counts)
+        if max_steps > 1 and not plan.is_prefill and self._nothing_comes_between():
+            ahead = self._pages_needed([(seq, seq.steps_left(max_steps)) for seq, _ in counts])
+            if ahead <= num_free + self.index.num_unused:
+                needed, plan.num_steps, plan.stops_together = ahead, max_steps, bool(self.waiting)
         plan.evicted = self.index.evict(max(0, needed - num_free))
         counts.sort(key=_row)
         plan.num_new_pages = needed
         plan.num_tokens = sum(count for _, count in counts)
-        plan.is_prefill = any(count > 1 or seq.num_cached < seq.prompt_len for seq, count in counts)
-        plan.published = self._publications(plan)
+        plan.published = self._publications((seq, seq.num_cached + count) for seq, count in counts)
         self._plan_forks(plan)
         return plan
 
@@ -153,13 +167,27 @@ class Scheduler:
             sequence.num_cached += count
             sequence.rereads = False
             sequence.tail = None  # whoever shared a partly filled page has written, and so has a page of its own
-        for publication in plan.published:
-            sequence, page = publication.sequence, publication.page
-            tokens = tuple(sequence.tokens[page * self._layout.page_size : (page + 1) * self._layout.page_size])
-            page_id = int(page_ids[sequence.placed_row, page])
-            sequence.named.append(self.index.publish(publication.key, _parent(sequence), tokens, page_id))
+        self._publish(plan.published, page_ids)
         for parent, children in plan.forked:
             self._fork(parent, children)
+
+    def go_on(self, sequences: Sequence[SequenceState], page_ids: np.ndarray) -> list[Publication]:
+        """Takes note that sequences took part in one more decode step of a call that was committed: each one's last
+        token is cached now.
+
+        Args:
+          sequences: those that had not ended.
+          page_ids: int32 [max_seqs, pages_per_seq], the block tables.
+
+        Returns:
+          The pages that this filled and the index names now.
+        """
+        for sequence in sequences:
+            sequence.num_cached += 1
+        size = self._layout.page_size
+        filled = self._publications((seq, seq.num_cached) for seq in sequences if seq.num_cached % size == 0)
+        self._publish(filled, page_ids)
+        return filled
 
     def finish(self, sequence: SequenceState) -> int:
         """Takes a running sequence out and returns its row, whose pages are to be released."""
@@ -194,6 +222,11 @@ class Scheduler:
                 sequence.first_page = first
                 rows[sequence.placed_row] = first
         return rows
+
+    def _nothing_comes_between(self) -> bool:
+        """Whether decode steps may follow one another, as far as pages do not matter."""
+        is_full = not self._free_rows or not self.waiting
+        return is_full and all(seq.num_left == 1 and seq.end_ids is not None for seq in self.running)
 
     def _running_counts(self) -> list[tuple[SequenceState, int]]:
         lefts = [len(sequence.tokens) - sequence.num_cached for sequence in self.running]
@@ -278,11 +311,12 @@ class Scheduler:
         keys = sequence.keys.upto(sequence.tokens, num_full)
         return keys[len(sequence.named) :]
 
-    def _publications(self, plan: StepPlan) -> list[Publication]:
+    def _publications(self, lengths: Iterable[tuple[SequenceState, int]]) -> list[Publication]:
+        """The pages to be named once so many tokens of each sequence are cached."""
         published: list[Publication] = []
         claimed: set[bytes] = set()
-        for sequence, count in plan.counts:
-            num_full = (sequence.num_cached + count) // self._layout.page_size
+        for sequence, length in lengths:
+            num_full = length // self._layout.page_size
             if not sequence.publishes or num_full <= len(sequence.named):
                 continue
             keys = sequence.keys.upto(sequence.tokens, num_full)[len(sequence.named) :]
@@ -295,6 +329,13 @@ class Scheduler:
                 claimed.add(key)
                 published.append(Publication(sequence, page, key))
         return published
+
+    def _publish(self, publications: Iterable[Publication], page_ids: np.ndarray) -> None:
+        for publication in publications:
+            sequence, page = publication.sequence, publication.page
+            tokens = tuple(sequence.tokens[page * self._layout.page_size : (page + 1) * self._layout.page_size])
+            page_id = int(page_ids[sequence.placed_row, page])
+            sequence.named.append(self.index.publish(publication.key, _parent(sequence), tokens, page_id))
 
     def _plan_forks(self, plan: StepPlan) -> None:
         rows = len(self._free_rows)

@@ -16,6 +16,7 @@ class SequenceState:
       max_len: length at which the answer is cut.
       keys: hashes of its full pages.
       request_id: whose it is, once it is queued; ids count up, so they tell the age.
+      end_ids: tokens that end its answer before `max_len` does; None if something else may, which only the host sees.
       reads_cache: whether it may start from cached pages.
       children: siblings that become forks of this sequence once its prompt is computed.
       num_cached: leading tokens whose keys and values are in the pages, as far as the next step goes: computing starts
@@ -38,6 +39,7 @@ class SequenceState:
     keys: PageKeys
     reads_cache: bool = True
     request_id: int = -1
+    end_ids: tuple[int, ...] | None = ()
     children: list["SequenceState"] = field(default_factory=list)
     num_cached: int = 0
     rereads: bool = False
@@ -64,6 +66,10 @@ class SequenceState:
     def num_left(self) -> int:
         """Tokens to compute before the next token is known."""
         return len(self.tokens) - self.num_cached
+
+    def steps_left(self, num_steps: int) -> int:
+        """How many of so many decode steps it can take part in: one at least, and no more than its length allows."""
+        return max(1, min(num_steps, self.max_len - len(self.tokens)))
 
     @property
     def placed_row(self) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paged_jax.layout import NULL_PAGE, KVLayout, ceil_div
+from paged_jax.outcome import Outcome
 from paged_jax.runner import Runner
 from paged_jax.scheduler import PrefixStats, Scheduler, StepPlan
 from paged_jax.steps import Steps
@@ -14,7 +15,9 @@ from paged_jax.steps import Steps
 class EngineStats:
     """Totals since the engine was made.
 
-    Times leave compilation out. A step that computes any part of a prompt counts as prefill, all of it.
+    Times leave compilation out. A step that computes any part of a prompt counts as prefill, all of it. Decode steps
+    that follow one another in one call of the device count one by one; pages taken ahead for them are live, and their
+    slots hold no token until its step.
 
     Attributes:
       layout: geometry of the pages.
@@ -43,21 +46,24 @@ class EngineStats:
         """Fraction of the slots in live pages that held no token, averaged over the steps."""
         return 1 - self.live_tokens / self.live_slots if self.live_slots else 0.0
 
-    def record(self, plan: StepPlan, seconds: float, steps: Steps, seq_lens: np.ndarray, *, live_pages: int) -> None:
-        """Adds one step that has just been computed, which left `live_pages` pages in use and the rows so long."""
+    def record(
+        self, plan: StepPlan, taken: Outcome, seconds: float, steps: Steps, seq_lens: np.ndarray, *, live_pages: int
+    ) -> None:
+        """Adds the steps of a call, for which `live_pages` pages were in use and the rows so long, slots that were
+        taken ahead included."""
         if plan.is_prefill:
-            self.prefill_tokens += plan.num_tokens
+            self.prefill_tokens += taken.num_tokens
             self.prefill_seconds += seconds
         else:
-            self.decode_tokens += plan.num_tokens
+            self.decode_tokens += taken.num_tokens
             self.decode_seconds += seconds
         self.num_compilations = steps.num_compilations
         self.compile_seconds = steps.compile_seconds
         self.peak_pages = max(self.peak_pages, live_pages)
         self.peak_seqs = max(self.peak_seqs, len(plan.counts))
         size = self.layout.page_size
-        self.live_slots += int(ceil_div(seq_lens, size).sum()) * size
-        self.live_tokens += int(seq_lens.sum())
+        self.live_slots += taken.num_steps * int(ceil_div(seq_lens, size).sum()) * size
+        self.live_tokens += taken.num_steps * int(seq_lens.sum()) - taken.num_unwritten
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int32
 
-from paged_jax import batch, block_tables, cache, page_pool, sampling
+from paged_jax import batch, block_tables, cache, decode, page_pool, sampling
 from paged_jax.batch import Batch
 from paged_jax.block_tables import BlockTables, PageCopies
 from paged_jax.cache import KVPages
 from paged_jax.config import EngineConfig
+from paged_jax.decode import DecodeRows
 from paged_jax.layout import NULL_PAGE, KVLayout
 from paged_jax.page_pool import PagePool
 from paged_jax.sampling import LogitsProcessor, Logprobs, SamplingArrays
@@ -59,7 +60,7 @@ class Extras(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """What a step gives beside the pages.
+    """What a step gives beside the pages; a program gives it with an axis of steps before the others.
 
     Attributes:
       tokens: int32 [rows], the next token after each of the batch's logit_rows.
@@ -96,12 +97,16 @@ class PageUpdates(NamedTuple):
         )
 
 
+Reserved = tuple[BlockTables, PagePool, PageCopies, Bool[Array, ""]]
+
+
 class Steps:
     """Programs by shape, compiled on first use.
 
     Args:
       model: the model contract.
       page_size: tokens a page.
+      config: gives decode_steps and implementation.
       logits_processor: goes over the logits of every step before a token is chosen; None for none.
 
     Attributes:
@@ -109,8 +114,11 @@ class Steps:
       compile_seconds: time that took.
     """
 
-    def __init__(self, model: Model, *, page_size: int, logits_processor: LogitsProcessor | None = None) -> None:
+    def __init__(
+        self, model: Model, *, page_size: int, config: EngineConfig, logits_processor: LogitsProcessor | None = None
+    ) -> None:
         self._model = model
+        self._config = config
         self._logits_processor = logits_processor
         self._page_size = page_size
         self._programs: dict[Hashable, Callable[..., Any]] = {}
@@ -126,17 +134,24 @@ class Steps:
         updates: PageUpdates,
         *,
         num_tokens: int,
-        max_query_len: int,
     ) -> block_tables.Grown:
         """`block_tables.append` for the whole batch at once, between the releases and the references of the index."""
-        function = partial(_append, page_size=self._page_size, num_tokens=num_tokens, max_query_len=max_query_len)
-        return self._run(("append", num_tokens, max_query_len), function, (tables, pool, counts, rereads, updates))
+        function = partial(_append, page_size=self._page_size, num_tokens=num_tokens, max_query_len=num_tokens)
+        return self._run(("append", num_tokens), function, (tables, pool, counts, rereads, updates))
 
-    def release(
-        self, tables: BlockTables, pool: PagePool, mask: Bool[np.ndarray, " max_seqs"]
+    def reserve(
+        self, tables: BlockTables, pool: PagePool, counts: Int32[np.ndarray, " max_seqs"], updates: PageUpdates
+    ) -> Reserved:
+        """As `append`, without a batch: room for up to `decode_steps` more tokens of each sequence."""
+        function = partial(_reserve, page_size=self._page_size, decode_steps=self._config.decode_steps)
+        return self._run("reserve", function, (tables, pool, counts, updates))
+
+    def settle(
+        self, tables: BlockTables, pool: PagePool, lens: Int32[np.ndarray, " max_seqs"], updates: PageUpdates
     ) -> tuple[BlockTables, PagePool]:
-        """`block_tables.release`."""
-        return self._run("release", block_tables.release, (tables, pool, mask))
+        """What is left to do with the pages once a step has given its tokens: `updates` (nothing is evicted), and then
+        `block_tables.truncate`."""
+        return self._run("settle", partial(_settle, page_size=self._page_size), (tables, pool, lens, updates))
 
     def release_before(
         self, tables: BlockTables, pool: PagePool, first_pages: Int32[np.ndarray, " max_seqs"]
@@ -173,16 +188,22 @@ class Steps:
         self,
         params: Any,
         token_ids: Int32[np.ndarray, " num_tokens"],
-        batch: Batch,
+        work: Batch | DecodeRows,
         kv: KVPages,
         extras: Extras = Extras(),  # noqa: B008 (immutable)
     ) -> tuple[StepOutput, KVPages]:
-        """One model step, and the token after each of `batch.logit_rows`. Donates kv. What is on the host is moved by
+        """One model step and the token after each of `work.logit_rows`, or decode steps one after another (see
+        `decode.loop`). The output has an axis of steps before the others. Donates kv. What is on the host is moved by
         the call itself: `jax.device_put` costs more than the rest of a dispatch."""
-        shapes = (batch.positions.shape, batch.logit_rows.shape, batch.max_query_len, batch.implementation)
-        key = ("step", *shapes, *(part is None for part in extras))
-        function = partial(_step, self._model, self._logits_processor)
-        return self._run(key, function, (params, token_ids, batch, kv, extras), donate=3)
+        if isinstance(work, DecodeRows):
+            function = partial(_decode, self._model, self._logits_processor, self._config, self._page_size)
+            key: tuple[Hashable, ...] = ("decode", work.limits.shape)
+        else:
+            function = partial(_one_step, self._model, self._logits_processor)
+            shapes = (work.positions.shape, work.logit_rows.shape, work.max_query_len, work.implementation)
+            key = ("step", *shapes)
+        key = (*key, *(part is None for part in extras))
+        return self._run(key, function, (params, token_ids, work, kv, extras), donate=3)
 
     def _run(
         self, key: Hashable, function: Callable[..., Any], args: tuple[Any, ...], *, donate: int | None = None
@@ -212,9 +233,35 @@ def _append(
     tables, pool, batch, copies, ok = block_tables.append(
         tables, pool, counts, page_size=page_size, num_tokens=num_tokens, max_query_len=max_query_len, rereads=rereads
     )
+    return tables, _retain_published(tables, pool, updates, ok), batch, copies, ok
+
+
+def _reserve(
+    tables: BlockTables, pool: PagePool, counts: Array, updates: PageUpdates, *, page_size: int, decode_steps: int
+) -> Reserved:
+    tables, pool, _, copies, ok = _append(
+        tables,
+        pool,
+        counts,
+        jnp.zeros_like(counts),
+        updates,
+        page_size=page_size,
+        num_tokens=counts.shape[0] * decode_steps,
+        max_query_len=decode_steps,
+    )
+    return tables, pool, copies, ok
+
+
+def _settle(
+    tables: BlockTables, pool: PagePool, lens: Array, updates: PageUpdates, *, page_size: int
+) -> tuple[BlockTables, PagePool]:
+    pool = _retain_published(tables, pool, updates, jnp.bool_(True))
+    return block_tables.truncate(tables, pool, lens, page_size=page_size)
+
+
+def _retain_published(tables: BlockTables, pool: PagePool, updates: PageUpdates, ok: Array) -> PagePool:
     named = tables.page_ids[updates.published_rows, updates.published_pages]
-    pool = page_pool.retain(pool, jnp.where(ok & (updates.published_rows >= 0), named, NULL_PAGE))
-    return tables, pool, batch, copies, ok
+    return page_pool.retain(pool, jnp.where(ok & (updates.published_rows >= 0), named, NULL_PAGE))
 
 
 def vocab_size(model: Model, params: Any, layout: KVLayout) -> int:
@@ -230,23 +277,31 @@ def vocab_size(model: Model, params: Any, layout: KVLayout) -> int:
 def temporary_bytes(model: Model, params: Any, layout: KVLayout, config: EngineConfig) -> int:
     """Peak temporary memory of the largest prefill and decode steps, sampling and scoring included, from the compiler;
     nothing runs."""
-    max_seqs, pages_per_seq = config.max_seqs, layout.pages_for(config.max_model_len)
+    max_seqs, longest = config.max_seqs, config.max_tokens_per_step
+    pages_per_seq = layout.pages_for(config.max_model_len)
+    sampled, context = sampling.pack([], max_seqs), jax.ShapeDtypeStruct((max_seqs, config.max_model_len), jnp.int32)
+    token_ids, batch, kv = _step_shapes(
+        layout, max_seqs=max_seqs, pages_per_seq=pages_per_seq, num_tokens=longest, longest=longest
+    )
+    batch = replace(batch, implementation=config.implementation)
+    prefill = jax.jit(partial(_one_step, model, None), donate_argnums=3)
+    decode_ = jax.jit(partial(_decode, model, None, config, layout.page_size), donate_argnums=3)
+    programs = (
+        prefill.lower(params, token_ids, batch, kv, Extras(sampled, context, token_ids)),
+        decode_.lower(params, *_decode_shapes(max_seqs, pages_per_seq), kv, Extras(sampled, context)),
+    )
     peak = 0
-    for num_tokens, longest in ((config.max_tokens_per_step, config.max_tokens_per_step), (max_seqs, 1)):
-        token_ids, batch, kv = _step_shapes(
-            layout, max_seqs=max_seqs, pages_per_seq=pages_per_seq, num_tokens=num_tokens, longest=longest
-        )
-        batch = replace(batch, implementation=config.implementation)
-        extras = Extras(
-            sampling.pack([], max_seqs),
-            jax.ShapeDtypeStruct((max_seqs, config.max_model_len), jnp.int32),
-            jax.ShapeDtypeStruct((num_tokens,), jnp.int32) if longest > 1 else None,
-        )
-        step = jax.jit(partial(_step, model, None), donate_argnums=3)
-        analysis = step.lower(params, token_ids, batch, kv, extras).compile().memory_analysis()
+    for program in programs:
+        analysis = program.compile().memory_analysis()
         assert analysis is not None, "the compiler of this backend does not say how much memory a step takes"
         peak = max(peak, analysis.temp_size_in_bytes)
     return peak
+
+
+def _decode_shapes(rows: int, pages_per_seq: int) -> Any:
+    """Shapes of (token_ids, work) of decode steps."""
+    work = decode.no_rows(rows, pages_per_seq)
+    return jax.eval_shape(lambda: (work.limits, work))
 
 
 def _step_shapes(layout: KVLayout, *, max_seqs: int, pages_per_seq: int, num_tokens: int, longest: int) -> Any:
@@ -261,6 +316,43 @@ def _step_shapes(layout: KVLayout, *, max_seqs: int, pages_per_seq: int, num_tok
         batch_shapes,
         jax.eval_shape(lambda: KVPages.create(layout)),
     )
+
+
+def _decode(
+    model: Model,
+    processor: LogitsProcessor | None,
+    config: EngineConfig,
+    page_size: int,
+    params: Any,
+    token_ids: Array,
+    rows: DecodeRows,
+    kv: KVPages,
+    extras: Extras,
+) -> tuple[StepOutput, KVPages]:
+    return decode.loop(
+        partial(_step, model, processor),
+        params,
+        token_ids,
+        rows,
+        kv,
+        extras,
+        page_size=page_size,
+        max_steps=config.decode_steps,
+        implementation=config.implementation,
+    )
+
+
+def _one_step(
+    model: Model,
+    processor: LogitsProcessor | None,
+    params: Any,
+    token_ids: Array,
+    batch: Batch,
+    kv: KVPages,
+    extras: Extras,
+) -> tuple[StepOutput, KVPages]:
+    output, kv = _step(model, processor, params, token_ids, batch, kv, extras)
+    return jax.tree.map(lambda x: x[None], output), kv
 
 
 def _step(

@@ -32,6 +32,11 @@ class Streams:
         self._lock = lock
         self._events: dict[int, deque[TokenEvent]] = {}
 
+    @property
+    def any_open(self) -> bool:
+        """Whether somebody waits for single tokens."""
+        return bool(self._events)
+
     def open(self, request_id: int) -> None:
         """Keeps the tokens of a request from now on."""
         self._events[request_id] = deque()

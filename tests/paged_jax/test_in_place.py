@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import pytest
 from jax import Array, lax
 
 import paged_jax
-from paged_jax import Batch, KVLayout, KVPages, PagedCache
+from paged_jax import Batch, KVLayout, KVPages, PagedCache, steps
 from tests.paged_jax.model_cache import bits, i32
 
 MAX_SEQS = 4
@@ -78,6 +79,32 @@ def test_the_pool_is_updated_in_place(function: Callable[..., tuple[PagedCache, 
     arrays = 16  # of the pool's metadata (references, who writes, what is freed, ...) alive at one time, at most
     assert grown <= arrays * 4 * (large.num_pages - small.num_pages)
     assert grown < 0.05 * (large.pool_bytes - small.pool_bytes)
+
+
+class Layers:
+    """A model that is its layers' attention alone."""
+
+    def __call__(self, params: None, token_ids: Array, batch: Batch, kv: KVPages) -> tuple[Array, KVPages]:
+        x = jnp.broadcast_to(token_ids[:, None, None].astype(jnp.float32), (MAX_SEQS, NUM_HEADS, kv.layout.head_dim))
+        kv, x = layers(kv, batch, x)
+        return x.reshape(MAX_SEQS, -1), kv
+
+    def logits(self, params: None, hidden: Array) -> Array:
+        return hidden
+
+
+def test_the_engine_s_decode_steps_update_the_pool_in_place() -> None:
+    """Several in one call: the pages are a carry of the loop."""
+    memory = []
+    config = paged_jax.EngineConfig(max_seqs=MAX_SEQS)
+    for size in (layout(64), layout(1024)):
+        decode = jax.jit(partial(steps._decode, Layers(), None, config, size.page_size), donate_argnums=3)
+        kv = jax.eval_shape(partial(KVPages.create, size))
+        program = decode.lower(None, *steps._decode_shapes(MAX_SEQS, 6), kv, steps.Extras()).compile()
+        assert not pool_copies(program, size)
+        memory.append(program.memory_analysis())
+        assert memory[-1].alias_size_in_bytes >= size.pool_bytes, "the donated pool is not the result's"
+    assert memory[0].temp_size_in_bytes == memory[1].temp_size_in_bytes
 
 
 def test_page_functions_need_the_same_memory_whatever_the_pool() -> None:

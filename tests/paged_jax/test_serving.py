@@ -350,10 +350,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.asked[request_id] = request
         self.tokens |= {(request_id, sample): [] for sample in range(n)}
 
-    @rule(count=st.integers(1, 4))
-    def step(self, count):
+    @rule(count=st.integers(1, 4), max_steps=st.sampled_from([1, 1, 2, 8]))
+    def step(self, count, max_steps):
         for _ in range(count):
-            self.take(self.engine.step())
+            self.take(self.engine.step(max_steps=max_steps))
 
     def take(self, events):
         for event in events:
@@ -385,8 +385,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.update_params(reader_params(shift), recompute=True)
         self.shift = shift
 
-    @rule()
-    def failing_step(self):
+    @rule(max_steps=st.sampled_from([1, 8]))
+    def failing_step(self, max_steps):
         steps = self.engine._runner.steps
         original = steps.step
 
@@ -395,7 +395,7 @@ class EngineMachine(RuleBasedStateMachine):
 
         steps.step = fail
         try:
-            self.engine.step()
+            self.engine.step(max_steps=max_steps)
         except RuntimeError:
             pass
         finally:
