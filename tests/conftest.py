@@ -36,9 +36,12 @@ settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+_LONGEST = ("test_smollm2", "test_readme", "test_x64", "test_sharding", "test_machine", "test_generate")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest tests first, so that two processes come to their end together."""
-    items.sort(key=lambda item: item.path.stem != "test_smollm2")
+    """The files with the longest tests first, so that two processes come to their end together."""
+    items.sort(key=lambda item: _LONGEST.index(item.path.stem) if item.path.stem in _LONGEST else len(_LONGEST))
 
 
 @pytest.fixture(autouse=True)

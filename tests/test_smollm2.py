@@ -77,10 +77,9 @@ def test_greedy_text_in_one_batch():
     assert engine.stats.num_compilations <= 2 * (len(engine.config.decode_sizes) + len(engine.config.prefill_sizes)) + 1
 
 
-@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
-def test_greedy_text_one_by_one(every):
+@pytest.mark.parametrize("record", [RECORD[8:9], pytest.param(RECORD, marks=pytest.mark.slow)], ids=len)
+def test_greedy_text_one_by_one(record):
     engine = make_engine(max_seqs=1, max_tokens_per_step=16)
-    record = RECORD[::every]
     assert_recorded([answer for request in requests(record) for answer in engine.generate([request])], record)
 
 

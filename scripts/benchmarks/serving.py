@@ -73,17 +73,24 @@ class _NoModel:
 
 
 def overhead(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Milliseconds of a decode step whose model computes nothing, all sequences running."""
+    """Milliseconds of a decode step whose model computes nothing, all sequences running: in a call of its own, and in
+    one call with as many others as the engine lets follow one another."""
     rows = []
     for num_seqs in args.sequences:
-        run = _Decoding(_empty_engine(num_seqs, args.steps, args.page_size), num_seqs, args.steps)
+        engine = _empty_engine(num_seqs, args.steps, args.page_size)
+        most = engine.config.decode_steps
+        run, run_many = (_Decoding(engine, num_seqs, args.steps, max_steps=steps) for steps in (1, most))
         run()
         times = [run() for _ in range(args.steps)]
+        run.stop()
+        run_many()
+        in_one_call = [run_many() for _ in range(ceil_div(args.steps, most))]
         rows.append(
             {
                 "sequences": num_seqs,
                 "median ms": statistics.median(times),
                 "p99 ms": float(np.percentile(times, 99)),
+                f"median ms, {most} a call": statistics.median(in_one_call),
                 "steps": len(times),
             }
         )
@@ -217,28 +224,33 @@ class _Decoding:
       engine: an idle engine.
       num_seqs: sequences.
       max_tokens: tokens that each generates before they begin anew.
+      max_steps: steps a call.
     """
 
-    def __init__(self, engine: Engine, num_seqs: int, max_tokens: int) -> None:
+    def __init__(self, engine: Engine, num_seqs: int, max_tokens: int, *, max_steps: int = 1) -> None:
         rng = np.random.default_rng(0)
-        self._engine, self._num_seqs = engine, num_seqs
+        self._engine, self._num_seqs, self._max_steps = engine, num_seqs, max_steps
         self._requests = [Request(rng.integers(0, 8, _PROMPT_LEN).tolist(), max_tokens) for _ in range(num_seqs)]
         self._running: list[int] = []
 
     def __call__(self) -> float:
-        """Runs a step and returns its milliseconds, divided by the tokens that each sequence gets."""
+        """Makes a call and returns its milliseconds, divided by the tokens that each sequence gets."""
         if not self._running:
             self._running = [self._engine.add_request(request) for request in self._requests]
             while len(self._engine.step()) < self._num_seqs:
                 pass  # prompts
         started = time.perf_counter()
-        events = self._engine.step()
+        events = self._engine.step(max_steps=self._max_steps)
         elapsed = time.perf_counter() - started
         if any(event.finish_reason is not None for event in events):
-            for request_id in self._running:
-                self._engine.abort(request_id)
-            self._running = []
+            self.stop()
         return elapsed * 1e3 * self._num_seqs / len(events)
+
+    def stop(self) -> None:
+        """Ends what runs."""
+        for request_id in self._running:
+            self._engine.abort(request_id)
+        self._running = []
 
 
 def _allocator_call(layout: KVLayout, num_seqs: int, max_len: int) -> Callable[[], float]:

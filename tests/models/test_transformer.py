@@ -96,7 +96,9 @@ def assert_close(got, expected):
     np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE * scale)
 
 
-@pytest.mark.parametrize(("page_size", "chunk"), [(1, 7), (4, 40), (16, 1), (16, 30), (64, 7)])
+@pytest.mark.parametrize(
+    ("page_size", "chunk"), [(1, 7), (4, 40), (16, 30), (64, 7), pytest.param(16, 1, marks=pytest.mark.slow)]
+)
 def test_any_chunking_equals_one_uncached_forward(page_size, chunk):
     rng = np.random.default_rng([page_size, chunk])
     model = functional(CONFIG)

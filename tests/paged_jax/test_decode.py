@@ -139,8 +139,8 @@ def stopped(**changes):
     ("page_size", "changes"),
     [
         (1, {}),
-        (4, {}),
-        (16, {}),
+        pytest.param(4, {}, marks=pytest.mark.slow),
+        pytest.param(16, {}, marks=pytest.mark.slow),
         (4, {"sampling": pj.SamplingParams(temperature=0.7, seed=5), "logprobs": 2}),
         (4, {"sampling": pj.SamplingParams(temperature=0.7, repetition_penalty=1.5), "logprobs": 0}),
     ],

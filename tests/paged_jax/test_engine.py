@@ -65,7 +65,7 @@ def assert_all_free(engine):
     assert not engine._runner.page_ids.any()
 
 
-@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("page_size", [1, pytest.param(64, marks=pytest.mark.slow)])
 def test_greedy_answers_for_every_page_size(page_size):
     engine = make_engine(tiny_layout(num_pages=1 + 4 * (64 // page_size), page_size=page_size))
     assert_greedy(engine.generate(requests()))
@@ -74,7 +74,7 @@ def test_greedy_answers_for_every_page_size(page_size):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"max_seqs": 1}, {"max_tokens_per_step": 4}, {"max_tokens_per_step": 128}],
+    [{"max_seqs": 1}, {"max_tokens_per_step": 4}, pytest.param({"max_tokens_per_step": 128}, marks=pytest.mark.slow)],
     ids=str,
 )
 def test_batch_and_chunks_change_nothing(changes):

@@ -307,11 +307,12 @@ def test_pages_behind_the_window_of_all_layers_go_back(window):
     assert engine.metrics().pages_live == 0
 
 
-def test_nothing_compiles_after_warm_up():
+@pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.slow)])
+def test_nothing_compiles_after_warm_up(count):
     engine = make_engine(num_pages=9)
     engine.warm_up()
     compiled = engine.metrics().num_compilations
-    run(engine, requests(500, seed=2))
+    run(engine, requests(count, seed=2))
     assert engine.metrics().num_preemptions
     assert engine.metrics().num_compilations == compiled
 

@@ -39,8 +39,15 @@ MANY_DECODES = {
 _NUM_PAGES = 90 * 201
 
 
-@pytest.mark.parametrize("implementation", CONTRACT)
-@pytest.mark.parametrize("index", range(len(SAMPLE)))
+@pytest.mark.parametrize(
+    ("index", "implementation"),
+    [
+        (index, implementation)
+        for index in range(len(SAMPLE))
+        for implementation in CONTRACT
+        if implementation != "reference" or index % 4 == 0  # plain enough
+    ],
+)
 def test_pairwise_sample(index: int, implementation: str) -> None:
     assert_contract(SAMPLE[index], implementation)
 

@@ -18,6 +18,7 @@ XLA_THREADS: Final = "16"
 CASES: Final = ("test_a_ring_that_wraps[prefill]",)  # decode rows beside a chunk
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_sample_of_the_interpreted_contract() -> None:
     cases = [f"{ROOT}/tests/pallas_kernels/test_mosaic_gpu.py::{name}" for name in CASES]

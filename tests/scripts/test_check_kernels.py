@@ -114,6 +114,7 @@ def in_this_process(command: list[str], names: list[str], **_: Any) -> Iterator[
         yield json.loads(json.dumps(row))
 
 
+@pytest.mark.slow
 def test_the_device_check_on_this_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: Any) -> None:
     monkeypatch.setattr(children, "rows", in_this_process)
     assert check_kernels.main(["--device", "--tiny", "--output", str(tmp_path)]) == 0

@@ -37,7 +37,7 @@ _SMALL: Final[Factors] = {
     "layers": ((2, 0), (3, 2)),
 }
 _NUM_GEOMETRIES: Final = 3
-SAMPLE = sample(num_geometries=_NUM_GEOMETRIES, count=9, seed=SEED, geometry=_SMALL)
+SAMPLE = sample(num_geometries=_NUM_GEOMETRIES, count=6, seed=SEED, geometry=_SMALL)
 
 # Contexts that fill the ring more than once, so that slots are used again; sequences of several blocks and tiles.
 _LONG = Case(query_lens=(), seq_lens=(), page_size=16, num_heads=2, num_kv_heads=1, head_dim=64, pages_per_seq=200)
