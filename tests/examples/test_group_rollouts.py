@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from jax import Array, lax
 
 from paged_jax import PagedCache, append, append_decode, release, reorder, usage
@@ -85,6 +86,7 @@ def train(
     return optax.apply_updates(params, updates), state, log_probs
 
 
+@pytest.mark.slow
 def test_group_rollouts() -> None:
     pages = layout(num_pages=128)
     cache = PagedCache.create(pages, max_seqs=NUM_PROMPTS * GROUP_SIZE, pages_per_seq=4)

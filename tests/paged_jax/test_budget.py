@@ -63,6 +63,7 @@ def test_a_device_with_a_limit(monkeypatch):
     assert layout.num_pages == 5_000_000 // PAGE
 
 
+@pytest.mark.slow
 def test_temporaries_are_those_of_the_largest_step_and_not_the_pool():
     few = steps.temporary_bytes(TinyModel(), tiny_params(), tiny_layout(num_pages=20), CONFIG)
     many = steps.temporary_bytes(TinyModel(), tiny_params(), tiny_layout(num_pages=2000), CONFIG)

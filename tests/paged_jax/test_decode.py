@@ -141,7 +141,9 @@ def stopped(**changes):
         (1, {}),
         pytest.param(4, {}, marks=pytest.mark.slow),
         pytest.param(16, {}, marks=pytest.mark.slow),
-        (4, {"sampling": pj.SamplingParams(temperature=0.7, seed=5), "logprobs": 2}),
+        pytest.param(
+            4, {"sampling": pj.SamplingParams(temperature=0.7, seed=5), "logprobs": 2}, marks=pytest.mark.slow
+        ),
         (4, {"sampling": pj.SamplingParams(temperature=0.7, repetition_penalty=1.5), "logprobs": 0}),
     ],
     ids=str,

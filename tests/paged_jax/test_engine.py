@@ -65,7 +65,8 @@ def assert_all_free(engine):
     assert not engine._runner.page_ids.any()
 
 
-@pytest.mark.parametrize("page_size", [1, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [1, 64])
 def test_greedy_answers_for_every_page_size(page_size):
     engine = make_engine(tiny_layout(num_pages=1 + 4 * (64 // page_size), page_size=page_size))
     assert_greedy(engine.generate(requests()))

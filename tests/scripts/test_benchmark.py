@@ -87,7 +87,7 @@ SMALL = {
 }
 
 
-DEFAULT = ("decode", "overhead")
+DEFAULT = ("overhead",)
 
 
 @pytest.mark.parametrize(

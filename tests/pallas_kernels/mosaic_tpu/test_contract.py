@@ -62,7 +62,9 @@ def test_pairwise_sample(index: int) -> None:
         assert_contract(SAMPLE[index], "mosaic_tpu")
 
 
-@pytest.mark.parametrize(("name", "mode"), [("decode", "eager"), ("prefill", "on_wait")])
+@pytest.mark.parametrize(
+    ("name", "mode"), [("decode", "eager"), pytest.param("prefill", "on_wait", marks=pytest.mark.slow)]
+)
 def test_ring_is_used_again(name: str, mode: str) -> None:
     with interpreted(mode):
         assert_contract(LONG[name], "mosaic_tpu")
