@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paged_jax.config import EngineConfig
-from paged_jax.layout import KVLayout
+from paged_jax.layout import KVLayout, ceil_div
 from paged_jax.prefix import CachedPage, Namespace, PrefixIndex
 from paged_jax.sequence import SequenceState
 
@@ -243,8 +243,7 @@ class Scheduler:
     def _pages_needed(self, counts: list[tuple[SequenceState, int]]) -> int:
         """Pages that a step takes: new ones, and the copies of partly filled pages that sequences share."""
         size = self._layout.page_size
-        # Of a sequence: the ceiling of tokens stored then, and now, by the page.
-        grown = sum(-(-(seq.num_cached + count) // size) - -(-seq.num_stored // size) for seq, count in counts)
+        grown = sum(ceil_div(seq.num_cached + count, size) - ceil_div(seq.num_stored, size) for seq, count in counts)
         return grown + _tail_copies(sequence for sequence, _ in counts)
 
     def _admit(self, plan: StepPlan, num_free: int) -> None:

@@ -342,16 +342,9 @@ def _decode(
     )
 
 
-def _one_step(
-    model: Model,
-    processor: LogitsProcessor | None,
-    params: Any,
-    token_ids: Array,
-    batch: Batch,
-    kv: KVPages,
-    extras: Extras,
-) -> tuple[StepOutput, KVPages]:
-    output, kv = _step(model, processor, params, token_ids, batch, kv, extras)
+def _one_step(*args: Any) -> tuple[StepOutput, KVPages]:
+    """`_step`, its output with the axis of steps that those of `_decode` have."""
+    output, kv = _step(*args)
     return jax.tree.map(lambda x: x[None], output), kv
 
 

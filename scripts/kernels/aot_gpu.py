@@ -5,15 +5,15 @@ chip: ptxas fails on a second one.
 """
 
 import importlib.util
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import jax
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from scripts.kernels import aot
 
 ENVIRONMENT: Final = {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 """What a process that compiles must have been started with."""
@@ -53,27 +53,14 @@ def missing_compiler() -> str | None:
 
 
 def compile_for(chip: str, function: Callable[..., Any], *arguments: Any, **jit_options: Any) -> Any:
-    """`function` compiled for a chip, a key of CHIPS; one chip a process.
-
-    Args:
-      chip: what to compile for.
-      function: takes `arguments`.
-      arguments: pytrees of arrays or `ShapeDtypeStruct`s; only shapes and dtypes count.
-      jit_options: of jax.jit, for example donate_argnums.
-
-    Returns:
-      The compiled function: see its `memory_analysis()` and `as_text()`.
-    """
-    missing = {name: value for name, value in ENVIRONMENT.items() if os.environ.get(name) != value}
-    assert not missing, f"start the process with {missing}"
+    """`function` compiled for a chip, a key of CHIPS; one chip a process. See `aot.compile_on`."""
+    aot.check_environment(ENVIRONMENT)
     sizes = CHIPS[chip]
     topology = topologies.get_topology_desc(
         platform="cuda", topology_name=chip, topology="1x1x1", target_config=_target_config(sizes)
     )
-    sharding = SingleDeviceSharding(topology.devices[0])
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=_device(chip))):
-        return jax.jit(function, **jit_options).lower(*shapes).compile()
+    mesh = AbstractMesh((), (), abstract_device=_device(chip))
+    return aot.compile_on(topology.devices[0], mesh, function, *arguments, **jit_options)
 
 
 def dump_environment(folder: Path) -> dict[str, str]:

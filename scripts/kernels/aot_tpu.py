@@ -1,14 +1,14 @@
 """Compiling for a TPU that is not here: libtpu's compiler needs no device."""
 
 import importlib.util
-import os
 import re
 from collections.abc import Callable
 from typing import Any, Final
 
-import jax
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from scripts.kernels import aot
 
 CHIPS: Final = {"v4": "v4:1x1x1", "v5e": "v5e:1x1", "v5p": "v5p:1x1x1", "v6e": "v6e:1x1", "tpu7x": "tpu7x:1x1x1"}
 """Chip -> libtpu's name of the smallest slice."""
@@ -23,26 +23,13 @@ def missing_compiler() -> str | None:
 
 
 def compile_for(chip: str, function: Callable[..., Any], *arguments: Any, **jit_options: Any) -> Any:
-    """`function` compiled for one core of a chip, a key of CHIPS; one chip a process.
-
-    Args:
-      chip: what to compile for.
-      function: takes `arguments`.
-      arguments: pytrees of arrays or `ShapeDtypeStruct`s; only shapes and dtypes count.
-      jit_options: of jax.jit, for example donate_argnums.
-
-    Returns:
-      The compiled function: see its `memory_analysis()` and `as_text()`.
-    """
-    missing = {name: value for name, value in ENVIRONMENT.items() if os.environ.get(name) != value}
-    assert not missing, f"start the process with {missing}"
+    """`function` compiled for one core of a chip, a key of CHIPS; one chip a process. See `aot.compile_on`."""
+    aot.check_environment(ENVIRONMENT)
     topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip])
     device: Any = topology.devices[0]  # known by name only
-    sharding = SingleDeviceSharding(device)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
     abstract = AbstractDevice(device_kind=device.device_kind, num_cores=device.num_cores, platform="tpu")
-    with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=abstract)):
-        return jax.jit(function, **jit_options).lower(*shapes).compile()
+    mesh = AbstractMesh((1,), ("x",), abstract_device=abstract)
+    return aot.compile_on(device, mesh, function, *arguments, **jit_options)
 
 
 def vmem_bytes(text: str) -> dict[str, dict[str, int]]:

@@ -11,8 +11,8 @@ import pytest
 
 import paged_jax as pj
 from paged_jax import sampling, steps
-from tests.paged_jax.test_engine import Letters, assert_all_free, assert_greedy, make_engine, prompts, requests
-from tests.paged_jax.tiny import VOCAB, TinyModel, greedy, numpy_logits, tiny_layout, tiny_params
+from tests.paged_jax.test_engine import assert_all_free, assert_greedy, make_engine, prompts, requests
+from tests.paged_jax.tiny import VOCAB, Letters, TinyModel, greedy, numpy_logits, tiny_layout, tiny_params
 
 NEW = 9
 ATOL = 1e-4

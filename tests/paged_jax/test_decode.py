@@ -16,29 +16,15 @@ from paged_jax.steps import Extras
 from tests.paged_jax.page_reader import VOCAB, PageReader, expected, reader_layout, reader_params
 from tests.paged_jax.test_scheduler import Machine
 from tests.paged_jax.test_serving import assert_all_free, check
+from tests.paged_jax.tiny import Letters
 
 STEPS = 8
 
 
-class Letters:
-    """Token i is the letter a + i; none ends an answer."""
+class EndlessLetters(Letters):
+    """None ends an answer."""
 
     eos_ids = frozenset()
-
-    def encode(self, text):
-        return [ord(letter) - ord("a") for letter in text]
-
-    def decode(self, token_ids):
-        return "".join(chr(ord("a") + token) for token in token_ids)
-
-    def stream(self):
-        return self
-
-    def push(self, token_id):
-        return self.decode([token_id])
-
-    def finish(self):
-        return ""
 
 
 class Record(NamedTuple):
@@ -94,7 +80,7 @@ def shared_engine(num_pages=100, page_size=4, window=None):
     config = pj.EngineConfig(
         max_seqs=4, max_model_len=48, max_tokens_per_step=16, decode_steps=STEPS, sliding_window=window
     )
-    return Engine(PageReader(window), reader_params(), reader_layout(num_pages, page_size), Letters(), config)
+    return Engine(PageReader(window), reader_params(), reader_layout(num_pages, page_size), EndlessLetters(), config)
 
 
 def drive(engine, requests, max_steps):

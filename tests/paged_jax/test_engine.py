@@ -10,7 +10,7 @@ import pytest
 
 import paged_jax as pj
 from paged_jax.engine import Engine
-from tests.paged_jax.tiny import VOCAB, TinyModel, greedy, numpy_int8, tiny_layout, tiny_params
+from tests.paged_jax.tiny import VOCAB, Letters, TinyModel, greedy, numpy_int8, tiny_layout, tiny_params
 
 NEW = 9
 MIN_GAP = 1e-3
@@ -144,27 +144,6 @@ def test_on_token_gives_every_token_in_order():
 def test_bare_prompts_stand_for_requests():
     (answer,) = make_engine(max_model_len=8).generate([[1, 2, 3]])
     assert answer.token_ids == greedy((1, 2, 3), 5)[0]  # as many as the context holds
-
-
-class Letters:
-    """Token i is the letter a + i; token 3 ends an answer."""
-
-    eos_ids = frozenset({3})
-
-    def encode(self, text):
-        return [ord(letter) - ord("a") for letter in text]
-
-    def decode(self, token_ids):
-        return "".join(chr(ord("a") + token) for token in token_ids)
-
-    def stream(self):
-        return self
-
-    def push(self, token_id):
-        return self.decode([token_id])
-
-    def finish(self):
-        return ""
 
 
 def test_end_token_stops_the_answer_and_is_not_text():

@@ -88,3 +88,24 @@ def greedy(prompt, num_tokens, through=_same):
         gap = min(gap, top[1] - top[0])
         tokens.append(int(logits.argmax()))
     return tokens[len(prompt) :], gap
+
+
+class Letters:
+    """Token i is the letter a + i; token 3 ends an answer."""
+
+    eos_ids = frozenset({3})
+
+    def encode(self, text):
+        return [ord(letter) - ord("a") for letter in text]
+
+    def decode(self, token_ids):
+        return "".join(chr(ord("a") + token) for token in token_ids)
+
+    def stream(self):
+        return self
+
+    def push(self, token_id):
+        return self.decode([token_id])
+
+    def finish(self):
+        return ""

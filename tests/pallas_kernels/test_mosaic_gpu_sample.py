@@ -13,8 +13,9 @@ from typing import Final
 
 import pytest
 
+from scripts.check_kernels import XLA_THREADS
+
 ROOT: Final = Path(__file__).parents[2]
-XLA_THREADS: Final = "16"
 CASES: Final = ("test_a_ring_that_wraps[prefill]",)  # decode rows beside a chunk
 
 
@@ -24,7 +25,8 @@ def test_sample_of_the_interpreted_contract() -> None:
     cases = [f"{ROOT}/tests/pallas_kernels/test_mosaic_gpu.py::{name}" for name in CASES]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider", "-m", "slow", "--tb=short", *cases],
-        env=os.environ | {"NPROC": XLA_THREADS}, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280,
+        env=os.environ | {"NPROC": str(XLA_THREADS)}, cwd=ROOT,
+        capture_output=True, text=True, check=False, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-6000:]
     assert f"{len(CASES)} passed" in done.stdout, done.stdout[-6000:]
