@@ -23,6 +23,7 @@ from jaxtyping import Float, Int32
 
 from models import rope
 from models.config import TransformerConfig
+from models.linear import linear
 from paged_jax.attention import attend, write_kv
 from paged_jax.batch import Batch
 from paged_jax.layout import KVLayout
@@ -35,7 +36,6 @@ _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
 }
 _NO_WINDOW = 2**31 - 1
-_MIN_BFLOAT16_ROWS = 8  # XLA:CPU computes bfloat16 products of fewer rows one number at a time
 
 
 def paged(
@@ -86,7 +86,7 @@ class DecoderLayer(nnx.Module):
     def before_attention(self, x: Array) -> tuple[Array, Array, Array]:
         """Queries, keys and values [num_tokens, heads, head_dim] of x[num_tokens, E], not rotated yet."""
         normed = _rms_norm(x, self.attn_norm, self.config)
-        q, k, v = (_linear(normed, weight[...]) for weight in (self.q, self.k, self.v))
+        q, k, v = (linear(normed, weight[...]) for weight in (self.q, self.k, self.v))
         if self.config.qkv_bias:
             q, k, v = q + self.q_bias[...], k + self.k_bias[...], v + self.v_bias[...]
         q, k, v = (y.reshape(x.shape[0], -1, self.config.head_dim) for y in (q, k, v))
@@ -96,13 +96,13 @@ class DecoderLayer(nnx.Module):
 
     def after_attention(self, x: Array, attended: Array) -> Array:
         """The layer's output [num_tokens, E] from its input and attended[num_tokens, num_heads, head_dim]."""
-        out = _linear(attended.reshape(x.shape[0], -1), self.o[...])
+        out = linear(attended.reshape(x.shape[0], -1), self.o[...])
         if self.config.post_norms:
             out = _rms_norm(out, self.attn_post_norm, self.config)
         x = x + out
         normed = _rms_norm(x, self.mlp_norm, self.config)
-        gate = _ACTIVATIONS[self.config.activation](_linear(normed, self.gate[...]))
-        out = _linear(gate * _linear(normed, self.up[...]), self.down[...])
+        gate = _ACTIVATIONS[self.config.activation](linear(normed, self.gate[...]))
+        out = linear(gate * linear(normed, self.up[...]), self.down[...])
         if self.config.post_norms:
             out = _rms_norm(out, self.mlp_post_norm, self.config)
         return x + out
@@ -177,7 +177,7 @@ class Transformer(nnx.Module):
     def logits(self, hidden: Array) -> Array:
         """Float32 logits [rows, vocab_size]."""
         head = self.embed if self.head is None else self.head
-        logits = _linear(hidden, head[...], out_dtype=jnp.float32)
+        logits = linear(hidden, head[...], out_dtype=jnp.float32)
         cap = self.config.final_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
@@ -259,12 +259,3 @@ def _rms_norm(x: Array, weight: nnx.Param, config: TransformerConfig) -> Array:
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + config.rms_norm_eps)
     return (wide * (weight[...].astype(jnp.float32) + config.norm_offset)).astype(x.dtype)
-
-
-def _linear(x: Array, weight: Array, out_dtype: DTypeLike | None = None) -> Array:
-    """x[rows, in] times weight[out, in]."""
-    rows = x.shape[0]
-    if x.dtype == jnp.bfloat16 and rows < _MIN_BFLOAT16_ROWS:
-        x = jnp.pad(x, ((0, _MIN_BFLOAT16_ROWS - rows), (0, 0)))
-    out = jnp.einsum("ti,oi->to", x, weight, preferred_element_type=out_dtype or x.dtype)
-    return out[:rows]
