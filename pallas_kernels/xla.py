@@ -1,8 +1,9 @@
 """The portable implementation: plain XLA operations, on every backend; what a CPU runs.
 
 Work follows the real lengths, not the table's width. Decode walks a flat list of (sequence, group of pages) items in
-chunks, so that a batch of mixed lengths costs the sum of its pages. Prefill walks tiles of queries, each over the
-pages that it can see. Both keep an online softmax, so nothing of size queries x keys exists.
+chunks, so that a batch of mixed lengths costs the sum of its pages; full pages that all its sequences begin with are
+read once for all of them (Hydragen: Juravsky et al. 2024, section 3). Prefill walks tiles of queries, each over the
+pages that it can see. All keep an online softmax, so nothing of size queries x keys exists.
 """
 
 from functools import partial
@@ -18,7 +19,7 @@ _FLOOR = -1e30  # below every logit and finite, so that exp(-inf - peak) is 0 an
 _DECODE_KEYS = 32  # keys of one decode work item
 _DECODE_ITEMS = (8, 32)  # decode work items computed at once: as many as tokens, within these bounds
 _PREFILL_QUERIES = 64  # queries of one prefill tile
-_PREFILL_KEYS = 256  # keys that a prefill tile looks at in one step
+_DENSE_KEYS = 256  # keys that many queries look at in one step
 
 _einsum = partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
 
@@ -105,6 +106,11 @@ def _decode(
     fewest, most = _DECODE_ITEMS
     chunk = min(max(fewest, num_tokens), most, num_tokens * _ceil_div(pool.pages_per_seq, pages_per_item))
     first_page = jnp.maximum(length - window, 0) // pool.page_size
+    start = _start(q.shape)
+    if num_tokens > 1:
+        shared = _shared_pages(pool, seq, length)
+        start = _decode_shared(q, pool, seq, length, window, soft_cap, first_page, shared)
+        first_page = jnp.maximum(first_page, jnp.minimum(shared, length // pool.page_size))
     items = _ceil_div(_ceil_div(length, pool.page_size) - first_page, pages_per_item)
     ends = jnp.cumsum(items, dtype=jnp.int32)
     # Item i of token t covers pages from i * pages_per_item + base on.
@@ -128,8 +134,44 @@ def _decode(
         acc = (acc * decay[..., None]).at[token].add(_einsum("wkgs,wskd->wkgd", weights, v))
         return acc, new_peak, total
 
-    start = (jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], _FLOOR), jnp.zeros(q.shape[:-1], jnp.float32))
     return _finish(*lax.fori_loop(0, _ceil_div(ends[-1], chunk), step, start))
+
+
+def _shared_pages(pool: _Pool, seq: Array, length: Array) -> Array:
+    """How many pages, full ones, all tokens with length > 0 begin with in common; 0 if fewer than two have."""
+    active = length > 0
+    tables = pool.block_tables[seq]
+    equal = ((tables == tables[jnp.argmax(active)]) | ~active[:, None]).all(axis=0)
+    num_equal = jnp.cumprod(equal.astype(jnp.int32), dtype=jnp.int32).sum(dtype=jnp.int32)
+    shortest = jnp.where(active, length, pool.pages_per_seq * pool.page_size).min()
+    return jnp.where(active.sum() > 1, jnp.minimum(num_equal, shortest // pool.page_size), 0)
+
+
+def _decode_shared(
+    q: Array,
+    pool: _Pool,
+    seq: Array,
+    length: Array,
+    window: Array,
+    soft_cap: float | None,
+    first_page: Array,
+    shared: Array,
+) -> tuple[Array, Array, Array]:
+    """Attends to the first `shared` pages, which all tokens with length > 0 have in common."""
+    num_tokens, num_kv_heads, group, head_dim = q.shape
+    active = length > 0
+    pages_per_step = min(max(1, _DENSE_KEYS // pool.page_size), pool.pages_per_seq)
+    end = shared * pool.page_size
+    first = jnp.where(active, first_page, shared).min()
+    first_key = jnp.where(active, length - window, end)[:, None]
+
+    def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        k, v, key = pool.read(seq[jnp.argmax(active)], first + i * pages_per_step, pages_per_step, end)
+        return _attend(carry, q, k, v, (key < end) & (key >= first_key), soft_cap)
+
+    start = _start((num_kv_heads, group, num_tokens, head_dim))
+    acc, peak, total = lax.fori_loop(0, _ceil_div(shared - first, pages_per_step), step, start)
+    return jnp.moveaxis(acc, 2, 0), jnp.moveaxis(peak, 2, 0), jnp.moveaxis(total, 2, 0)
 
 
 def _prefill(
@@ -146,7 +188,7 @@ def _prefill(
 ) -> tuple[Array, Array]:
     """Fills the rows of the sequences with query_lens > 0 into out and lse; all others stay."""
     num_tokens, num_kv_heads, group, head_dim = q.shape
-    pages_per_step = min(max(1, _PREFILL_KEYS // pool.page_size), pool.pages_per_seq)
+    pages_per_step = min(max(1, _DENSE_KEYS // pool.page_size), pool.pages_per_seq)
     tiles = _ceil_div(query_lens, tile)
     ends = jnp.cumsum(tiles, dtype=jnp.int32)
     first_tile = ends - tiles
@@ -163,20 +205,11 @@ def _prefill(
         queries = lax.dynamic_slice_in_dim(q, row, tile)
 
         def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            acc, peak, total = carry
             k, v, key = pool.read(seq, first_page + i * pages_per_step, pages_per_step, length)
             visible = (key < length) & (key <= position[:, None]) & (key > position[:, None] - window)
-            logits = _soften(_einsum("qkgd,skd->kgqs", queries, k), soft_cap)
-            logits = jnp.where(visible, logits, -jnp.inf)
-            new_peak = jnp.maximum(peak, logits.max(axis=-1))
-            weights = jnp.exp(logits - new_peak[..., None])
-            decay = jnp.exp(peak - new_peak)
-            total = total * decay + weights.sum(axis=-1)
-            acc = acc * decay[..., None] + _einsum("kgqs,skd->kgqd", weights, v)
-            return acc, new_peak, total
+            return _attend(carry, queries, k, v, visible, soft_cap)
 
-        shape = (num_kv_heads, group, tile)
-        start = (jnp.zeros((*shape, head_dim), jnp.float32), jnp.full(shape, _FLOOR), jnp.zeros(shape, jnp.float32))
+        start = _start((num_kv_heads, group, tile, head_dim))
         steps = _ceil_div(_ceil_div(length, pool.page_size) - first_page, pages_per_step)
         tile_out, tile_lse = _finish(*lax.fori_loop(0, steps, step, start))
         is_query = (skipped + jnp.arange(tile, dtype=jnp.int32) < query_lens[seq])[:, None, None]
@@ -191,6 +224,29 @@ def _prefill(
 
     out, lse = lax.fori_loop(0, ends[-1], attend_tile, (out, lse))
     return out[:num_tokens], lse[:num_tokens]
+
+
+def _start(shape: tuple[int, ...]) -> tuple[Array, Array, Array]:
+    """An online softmax that has seen nothing: weighted values of this shape, greatest logit, sum of weights."""
+    return jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], _FLOOR), jnp.zeros(shape[:-1], jnp.float32)
+
+
+def _attend(
+    carry: tuple[Array, Array, Array], q: Array, k: Array, v: Array, visible: Array, soft_cap: float | None
+) -> tuple[Array, Array, Array]:
+    """The online softmax `carry` of [num_kv_heads, group, queries, head_dim] with one more block of keys and values.
+
+    q[queries, num_kv_heads, group, head_dim]; k, v [keys, num_kv_heads, head_dim]; visible [queries, keys].
+    """
+    acc, peak, total = carry
+    logits = _soften(_einsum("qkgd,skd->kgqs", q, k), soft_cap)
+    logits = jnp.where(visible, logits, -jnp.inf)
+    new_peak = jnp.maximum(peak, logits.max(axis=-1))
+    weights = jnp.exp(logits - new_peak[..., None])
+    decay = jnp.exp(peak - new_peak)
+    total = total * decay + weights.sum(axis=-1)
+    acc = acc * decay[..., None] + _einsum("kgqs,skd->kgqd", weights, v)
+    return acc, new_peak, total
 
 
 def _finish(acc: Array, peak: Array, total: Array) -> tuple[Array, Array]:

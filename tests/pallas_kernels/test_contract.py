@@ -38,6 +38,23 @@ MANY_DECODES = {
 }
 _NUM_PAGES = 90 * 201
 
+_SHARED = replace(_MANY, query_lens=(1,) * 7, seq_lens=(332, 301, 700, 0, 400, 332, 304), shared_prefix=True)
+SAME_BEGINNING = {
+    "more than a step": _SHARED,
+    "ends with it": replace(_SHARED, seq_lens=(300, 301, 300, 303, 304, 300, 555)),
+    "is all of it": replace(_SHARED, seq_lens=(300,) * 7),
+    "ends earlier": replace(
+        _SHARED, query_lens=(0, *_SHARED.query_lens[1:]), seq_lens=(100, 301, 700, 0, 400, 332, 304)
+    ),
+    "in one page": replace(_SHARED, seq_lens=(4, 5, 8, 0, 7, 4, 6)),
+    "less than a page": replace(_SHARED, seq_lens=(3, 50, 8, 0, 7, 4, 6)),
+    "one sequence": replace(_SHARED, seq_lens=(100, 0, 0, 0, 0, 0, 0)),
+    "window over its end": replace(_SHARED, sliding_window=90),
+    "window of some behind it": replace(_SHARED, sliding_window=20),
+    "beside a chunk": replace(_SHARED, query_lens=(1, 1, 30, 0, 1, 1, 1)),
+    "overflowing logits": replace(_SHARED, sharpness=60.0, logit_soft_cap=50.0),
+}
+
 
 @pytest.mark.parametrize(
     ("index", "implementation"),
@@ -70,6 +87,12 @@ def test_chunks_of_many_tiles(name: str, implementation: str) -> None:
 def test_decode_of_many_sequences(name: str, implementation: str) -> None:
     case = MANY_DECODES[name]
     assert_contract(replace(case, num_pages=_NUM_PAGES, max_query_len=1), implementation)
+
+
+@pytest.mark.parametrize("implementation", SCALABLE)
+@pytest.mark.parametrize("name", SAME_BEGINNING)
+def test_decode_of_sequences_that_begin_with_the_same_pages(name: str, implementation: str) -> None:
+    assert_contract(SAME_BEGINNING[name], implementation)
 
 
 @pytest.mark.parametrize("implementation", CONTRACT)
