@@ -55,10 +55,14 @@ class EngineConfig:
     def decode_sizes(self) -> tuple[int, ...]:
         """Lengths of a packed batch in which every sequence has one token.
 
-        A few running sequences do not pay for max_seqs rows, unless max_seqs is so small that another program is not
-        worth compiling.
+        Few running sequences do not pay for max_seqs rows: 1, powers of two from 8, from 32 on also the halves between
+        them, and max_seqs. Up to 4 rows another program is not worth compiling.
         """
-        return (*(size for size in (1, 8) if size < self.max_seqs and self.max_seqs > 4), self.max_seqs)
+        if self.max_seqs <= 4:
+            return (self.max_seqs,)
+        sizes = {1} | {1 << n for n in range(3, self.max_seqs.bit_length())}
+        sizes |= {size + size // 2 for size in sizes if size >= 32}
+        return (*sorted(size for size in sizes if size < self.max_seqs), self.max_seqs)
 
     @property
     def prefill_sizes(self) -> tuple[int, ...]:
