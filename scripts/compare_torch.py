@@ -70,20 +70,21 @@ def start_all(args: argparse.Namespace, arguments: dict[str, Any]) -> tuple[dict
     return workers, failed
 
 
-def measure(
-    workers: dict[System, Worker], loads: dict[str, Requests], rounds: int
-) -> tuple[list[Result], dict[tuple[str, System], list[list[int]]]]:
-    """Warms every system up on every load, then runs the rounds.
+Answers = dict[tuple[str, System], list[list[int]]]
+
+
+def warm_up(workers: dict[System, Worker], loads: dict[str, Requests]) -> tuple[list[Result], Answers]:
+    """Every system serves every load once, apart from the rounds.
 
     Returns:
-      (results, the answers of the warm-up by load and system).
+      (results without rounds, the answers by load and system).
     """
-    results = {}
+    results = []
     answers = {}
-    for name, requests in loads.items():
+    for name, requests in tqdm(loads.items(), desc="warm-up", disable=None, leave=False):
         for system, worker in workers.items():
             result = Result(system, name, sum(count for _, count in requests))
-            results[name, system] = result
+            results.append(result)
             try:
                 answer = worker.run(requests)
             except WorkerError as error:
@@ -91,23 +92,26 @@ def measure(
                 continue
             result.warm_up = answer["seconds"]
             answers[name, system] = answer["tokens"]
-    for _ in tqdm(range(rounds), desc="rounds", disable=None, leave=False):
-        for (name, system), result in results.items():
-            if result.error is not None:
-                continue
-            try:
-                answer = workers[system].run(loads[name])
-            except WorkerError as error:
-                result.error, result.seconds = str(error), []
-                continue
-            result.seconds.append(answer["seconds"])
-            result.kv_reserved, result.kv_used = answer["kv_reserved"], answer["kv_used"]
-    return list(results.values()), answers
+    return results, answers
+
+
+def add_round(results: Sequence[Result], workers: dict[System, Worker], loads: dict[str, Requests]) -> None:
+    """Every system that has not failed serves every load once more; the systems take turns."""
+    for result in results:
+        if result.error is not None:
+            continue
+        try:
+            answer = workers[result.system].run(loads[result.load])
+        except WorkerError as error:
+            result.error, result.seconds = str(error), []
+            continue
+        result.seconds.append(answer["seconds"])
+        result.kv_reserved, result.kv_used = answer["kv_reserved"], answer["kv_used"]
 
 
 def check(
     results: Sequence[Result],
-    answers: dict[tuple[str, System], list[list[int]]],
+    answers: Answers,
     workers: dict[System, Worker],
     loads: dict[str, Requests],
 ) -> None:
@@ -128,6 +132,14 @@ def check(
             result.check = {"error": str(error)}
 
 
+def describe(workers: dict[System, Worker]) -> dict[System, dict[str, Any]]:
+    """Of every process: versions, seconds to load, most memory held so far."""
+    return {
+        system: {"versions": worker.versions, "load_seconds": worker.load_seconds, "peak": worker.peak}
+        for system, worker in workers.items()
+    }
+
+
 def run(args: argparse.Namespace) -> None:
     """The whole command; raises UsageError, ValueError or OSError on bad input."""
     for name in ("rounds", "threads"):
@@ -145,25 +157,29 @@ def run(args: argparse.Namespace) -> None:
         "max-seqs": max(map(len, loads.values())),
     }
     workers, failed = start_all(args, arguments)
+
+    def write(results: Sequence[Result]) -> None:
+        systems = [{**system._asdict(), **process} for system, process in describe(workers).items()]
+        records = [asdict(result) | {"system": result.system._asdict()} for result in results]
+        write_json(args.json, "compare_torch", args, systems=systems, results=records)
+
     try:
-        results, answers = measure(workers, loads, args.rounds)
+        results, answers = warm_up(workers, loads)
+        for _ in tqdm(range(args.rounds), desc="rounds", disable=None, leave=False):
+            add_round(results, workers, loads)
+            if args.json is not None:
+                write(results)  # a run that is cut short leaves the rounds it has made
         check(results, answers, workers, loads)
     finally:
         for worker in workers.values():
             worker.close()
-    processes = {
-        system: {"versions": worker.versions, "load_seconds": worker.load_seconds, "peak": worker.peak}
-        for system, worker in workers.items()
-    }
     results += [Result(system, name, 0, error=error) for system, error in failed.items() for name in loads]
     print(f"{args.threads} threads, {args.rounds} rounds: medians; warm-up apart\n\nAll in {args.dtypes[0]}:\n")
     print(format_table(report.table(report.same_dtype(results, args.dtypes[0]))))
     print(f"\nEach in its best dtype:\n\n{format_table(report.table(report.best_dtype(results)))}\n")
-    print(format_table(report.process_rows(processes)))
+    print(format_table(report.process_rows(describe(workers))))
     if args.json is not None:
-        systems = [{**system._asdict(), **process} for system, process in processes.items()]
-        records = [asdict(result) | {"system": result.system._asdict()} for result in results]
-        write_json(args.json, "compare_torch", args, systems=systems, results=records)
+        write(results)
     if args.plot is not None:
         report.plot(args.plot, results, args.dtypes[0])
     if any(result.check and result.check.get("different") for result in results):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts import compare_torch
+from scripts.command_line import UsageError
 from scripts.compare import loads, outputs, process
 from scripts.compare.process import System
 from tests.scripts.refusals import assert_refused
@@ -60,6 +61,23 @@ def test_two_tables_and_a_picture(compare, stubs, tmp_path):
     written = json.loads(results.read_text())
     assert len(written["results"]) == 2 * 2 * 6
     assert all(len(result["seconds"]) in (0, 3) for result in written["results"])
+
+
+def test_a_run_that_is_cut_short_leaves_its_rounds(compare, stubs, monkeypatch, tmp_path):
+    rounds = []
+
+    def add_round(*args):
+        if len(rounds) == 2:
+            raise UsageError("cut")
+        rounds.append(add(*args))
+
+    add = compare_torch.add_round
+    monkeypatch.setattr(compare_torch, "add_round", add_round)
+    path = tmp_path / "out.json"
+    options = ("--loads", "plain-1", "--rounds", 3, "--systems", "dense", "--dtypes", "float32", "--json", path)
+    status, _, _ = compare(*options)
+    assert status == 2
+    assert [len(result["seconds"]) for result in json.loads(path.read_text())["results"]] == [2, 2]
 
 
 def test_outputs_that_no_near_tie_explains_are_an_error(compare, stubs, monkeypatch):
