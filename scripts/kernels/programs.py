@@ -217,11 +217,11 @@ def missing_compiler(target: str) -> str | None:
 
 
 def compile_program(target: str, name: str) -> dict[str, Any]:
-    """Compiles a program, one that donates its pool also for a pool half as large, and says what it takes.
+    """Compiles a program, one that donates its pool also for a pool twice as large, and says what it takes.
 
     Returns a row: "name", "target", "kernels" (GPU: name -> its `aot_gpu.Resources`; TPU: name -> bytes of VMEM),
-    "temporary_bytes", "half_pool_temporary_bytes" or None, "pool_bytes", "pool_copies" (copies of an array of a pool's
-    shape), "seconds", "problem" (what must not be, or None).
+    "temporary_bytes", "double_pool_temporary_bytes" or None, "pool_bytes", "pool_copies" (copies of an array of a
+    pool's shape), "seconds", "problem" (what must not be, or None).
     """
     started = time.perf_counter()
     program = programs(target)[name]
@@ -233,27 +233,27 @@ def compile_program(target: str, name: str) -> dict[str, Any]:
         "target": target,
         "kernels": kernels,
         "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
-        "half_pool_temporary_bytes": None,
+        "double_pool_temporary_bytes": None,
         "pool_bytes": sum(pool.size * pool.dtype.itemsize for pool in built.pools),
         "pool_copies": sum(any(shape in line for shape in shapes) for line in copies),
     }
     if built.donated:
-        half, _, _ = _compile(target, replace(program, num_pages=program.num_pages // 2))
-        row["half_pool_temporary_bytes"] = half.memory_analysis().temp_size_in_bytes
+        double, _, _ = _compile(target, replace(program, num_pages=2 * program.num_pages))
+        row["double_pool_temporary_bytes"] = double.memory_analysis().temp_size_in_bytes
     return {**row, "seconds": round(time.perf_counter() - started, 1), "problem": problem(row)}
 
 
 def problem(row: Mapping[str, Any]) -> str | None:
     """What is wrong with a program that compiled."""
-    half = row["half_pool_temporary_bytes"]
+    used, double = row["temporary_bytes"], row["double_pool_temporary_bytes"]
     if not row["kernels"]:
         return "there is no kernel in it"
     if row["pool_copies"]:
         return f"{row['pool_copies']} copies of the pool"
-    if row["temporary_bytes"] > row["pool_bytes"] / 4:
-        return f"{row['temporary_bytes']} temporary bytes beside a pool of {row['pool_bytes']}"
-    if half is not None and row["temporary_bytes"] > half + GROWTH:
-        return f"temporary memory grows with the pool: {half} bytes, and {row['temporary_bytes']} with twice the pages"
+    if used > row["pool_bytes"] / 4:
+        return f"{used} temporary bytes beside a pool of {row['pool_bytes']}"
+    if double is not None and double > used + GROWTH:
+        return f"temporary memory grows with the pool: {used} bytes, and {double} with twice the pages"
     return None
 
 

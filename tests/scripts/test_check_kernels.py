@@ -16,7 +16,7 @@ from scripts.kernels.timings import Shape
 
 GOOD = {
     "name": "decode-32/8-128", "kernels": {"decode": {"registers": 100, "spilled": 0, "shared_memory": 1000}},
-    "temporary_bytes": 10_000, "half_pool_temporary_bytes": None, "pool_bytes": 1_000_000, "pool_copies": 0,
+    "temporary_bytes": 10_000, "double_pool_temporary_bytes": None, "pool_bytes": 1_000_000, "pool_copies": 0,
 }  # fmt: skip
 
 
@@ -24,11 +24,11 @@ GOOD = {
     ("changes", "message"),
     [
         ({}, None),
-        ({"half_pool_temporary_bytes": 9000}, None),
+        ({"double_pool_temporary_bytes": 11_000}, None),
         ({"kernels": {}}, "no kernel"),
         ({"pool_copies": 2}, "2 copies of the pool"),
         ({"temporary_bytes": 900_000}, "beside a pool"),
-        ({"half_pool_temporary_bytes": 5000}, "grows with the pool"),
+        ({"double_pool_temporary_bytes": 20_000}, "grows with the pool"),
     ],
 )
 def test_what_is_wrong_with_a_program_that_compiled(changes: dict[str, Any], message: str | None) -> None:
