@@ -109,7 +109,10 @@ def _body(
 
 
 def _copy(stream: Stream, end: Any) -> None:
-    """The copying warpgroup: every tile into its stage, the last one with zeros for the values from `end` on."""
+    """The copying warpgroup: every tile into its stage, the last one with zeros for the values from `end` on.
+
+    It ends when all stages are free again: a barrier must not go while a phase is left that its reader has not seen.
+    """
     ring, scratch, last = stream.ring, stream.scratch, stream.count - 1
 
     def step(tile: Any, rows: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -142,7 +145,11 @@ def _copy(stream: Stream, end: Any) -> None:
 
         return stream.rows(tile + 1)
 
+    def drain(tile: Any, carry: None) -> None:
+        plgpu.barrier_wait(scratch["free"].at[stream.stage(tile)])
+
     lax.fori_loop(0, stream.count, step, stream.rows(0))
+    lax.fori_loop(jnp.maximum(stream.count - ring.stages, 0), stream.count, drain, None)
 
 
 def _compute(
