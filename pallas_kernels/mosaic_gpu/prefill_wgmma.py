@@ -145,11 +145,11 @@ def _copy(stream: Stream, end: Any) -> None:
 
         return stream.rows(tile + 1)
 
-    def drain(tile: Any, carry: None) -> None:
-        plgpu.barrier_wait(scratch["free"].at[stream.stage(tile)])
+    def wait_until_free(stage: Any, _: None) -> None:
+        plgpu.barrier_wait(scratch["free"].at[stage])
 
     lax.fori_loop(0, stream.count, step, stream.rows(0))
-    lax.fori_loop(jnp.maximum(stream.count - ring.stages, 0), stream.count, drain, None)
+    lax.fori_loop(0, jnp.minimum(stream.count, ring.stages), wait_until_free, None)
 
 
 def _compute(
