@@ -14,7 +14,7 @@ _MIN_BFLOAT16_ROWS = 8  # XLA:CPU computes bfloat16 products of fewer rows one n
 def linear(x: Array, weight: Array, out_dtype: DTypeLike | None = None) -> Array:
     """x[rows, in] times weight[out, in]: [rows, out] in out_dtype, by default x's."""
     dtype = jnp.dtype(out_dtype or x.dtype)
-    as_columns = x.shape[0] <= _MAX_COLUMNS and x.dtype == weight.dtype == dtype
+    as_columns = x.shape[0] <= _MAX_COLUMNS and x.dtype == weight.dtype == dtype == jnp.float32
     return lax.platform_dependent(
         x,
         weight,
@@ -36,7 +36,9 @@ def _weight_second(x: Array, weight: Array, *, dtype: DTypeLike) -> Array:
 
 def _weight_first(x: Array, weight: Array) -> Array:
     """weight @ x^T. XLA:CPU rearranges a product's right operand before it multiplies; with few rows that takes longer
-    than the product itself, so that the weight is better on the left. The barriers keep XLA from turning it around."""
+    than the product itself, so that the weight is better on the left. The barriers keep XLA from turning it around.
+
+    In bfloat16 a model gains nothing by it."""
     columns = lax.optimization_barrier(x.T)
     out = jnp.einsum("oi,it->ot", weight, columns, preferred_element_type=x.dtype)
     return lax.optimization_barrier(out).T
