@@ -13,21 +13,18 @@ _MIN_BFLOAT16_ROWS = 8  # XLA:CPU computes bfloat16 products of fewer rows one n
 
 def linear(x: Array, weight: Array, out_dtype: DTypeLike | None = None) -> Array:
     """x[rows, in] times weight[out, in]: [rows, out] in out_dtype, by default x's."""
-    dtype = jnp.dtype(out_dtype or x.dtype)
-    as_columns = x.shape[0] <= _MAX_COLUMNS and x.dtype == weight.dtype == dtype == jnp.float32
-    return lax.platform_dependent(
-        x,
-        weight,
-        cpu=partial(_on_cpu, product=_weight_first if as_columns else partial(_weight_second, dtype=dtype)),
-        default=partial(_weight_second, dtype=dtype),
-    )
-
-
-def _on_cpu(x: Array, weight: Array, *, product: Callable[[Array, Array], Array]) -> Array:
-    rows = x.shape[0]
+    rows, dtype = x.shape[0], jnp.dtype(out_dtype or x.dtype)
+    product = partial(_weight_second, dtype=dtype)
+    if x.dtype == weight.dtype == dtype == jnp.float32 and rows <= _MAX_COLUMNS:
+        return lax.platform_dependent(x, weight, cpu=_weight_first, default=product)
     if x.dtype == jnp.bfloat16 and rows < _MIN_BFLOAT16_ROWS:
-        x = jnp.pad(x, ((0, _MIN_BFLOAT16_ROWS - rows), (0, 0)))
-    return product(x, weight)[:rows]
+        return lax.platform_dependent(x, weight, cpu=partial(_padded, product), default=product)
+    return product(x, weight)
+
+
+def _padded(product: Callable[[Array, Array], Array], x: Array, weight: Array) -> Array:
+    rows = x.shape[0]
+    return product(jnp.pad(x, ((0, _MIN_BFLOAT16_ROWS - rows), (0, 0))), weight)[:rows]
 
 
 def _weight_second(x: Array, weight: Array, *, dtype: DTypeLike) -> Array:

@@ -54,6 +54,8 @@ SAME_BEGINNING = {
     "beside a chunk": replace(_SHARED, query_lens=(1, 1, 30, 0, 1, 1, 1)),
     "overflowing logits": replace(_SHARED, sharpness=60.0, logit_soft_cap=50.0),
 }
+MAIN_BEGINNINGS = {"more than a step", "is all of it", "ends earlier", "window over its end", "beside a chunk"}
+"""Those of the default run."""
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,9 @@ def test_decode_of_many_sequences(name: str, implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", SCALABLE)
-@pytest.mark.parametrize("name", SAME_BEGINNING)
+@pytest.mark.parametrize(
+    "name", [name if name in MAIN_BEGINNINGS else pytest.param(name, marks=pytest.mark.slow) for name in SAME_BEGINNING]
+)
 def test_decode_of_sequences_that_begin_with_the_same_pages(name: str, implementation: str) -> None:
     assert_contract(SAME_BEGINNING[name], implementation)
 
