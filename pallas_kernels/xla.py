@@ -74,6 +74,10 @@ class _Pool(NamedTuple):
     def pages_per_seq(self) -> int:
         return self.block_tables.shape[1]
 
+    def pages_for(self, keys: int) -> int:
+        """Pages to look at in one step that should hold about so many keys."""
+        return min(max(1, keys // self.page_size), self.pages_per_seq)
+
     def read(self, seq: Array, first_page: Array, count: int, length: Array) -> tuple[Array, Array, Array]:
         """Keys and values of `count` logical pages from `first_page` on, for every entry of `seq`.
 
@@ -102,7 +106,7 @@ def _decode(
     Token t attends to the first `length[t]` positions of sequence `seq[t]`; length 0 gives zeros.
     """
     num_tokens = q.shape[0]
-    pages_per_item = min(max(1, _DECODE_KEYS // pool.page_size), pool.pages_per_seq)
+    pages_per_item = pool.pages_for(_DECODE_KEYS)
     fewest, most = _DECODE_ITEMS
     chunk = min(max(fewest, num_tokens), most, num_tokens * _ceil_div(pool.pages_per_seq, pages_per_item))
     first_page = jnp.maximum(length - window, 0) // pool.page_size
@@ -160,13 +164,14 @@ def _decode_shared(
     """Attends to the first `shared` pages, which all tokens with length > 0 have in common."""
     num_tokens, num_kv_heads, group, head_dim = q.shape
     active = length > 0
-    pages_per_step = min(max(1, _DENSE_KEYS // pool.page_size), pool.pages_per_seq)
+    reader = seq[jnp.argmax(active)]  # any of them
+    pages_per_step = pool.pages_for(_DENSE_KEYS)
     end = shared * pool.page_size
     first = jnp.where(active, first_page, shared).min()
     first_key = jnp.where(active, length - window, end)[:, None]
 
     def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        k, v, key = pool.read(seq[jnp.argmax(active)], first + i * pages_per_step, pages_per_step, end)
+        k, v, key = pool.read(reader, first + i * pages_per_step, pages_per_step, end)
         return _attend(carry, q, k, v, (key < end) & (key >= first_key), soft_cap)
 
     start = _start((num_kv_heads, group, num_tokens, head_dim))
@@ -188,7 +193,7 @@ def _prefill(
 ) -> tuple[Array, Array]:
     """Fills the rows of the sequences with query_lens > 0 into out and lse; all others stay."""
     num_tokens, num_kv_heads, group, head_dim = q.shape
-    pages_per_step = min(max(1, _DENSE_KEYS // pool.page_size), pool.pages_per_seq)
+    pages_per_step = pool.pages_for(_DENSE_KEYS)
     tiles = _ceil_div(query_lens, tile)
     ends = jnp.cumsum(tiles, dtype=jnp.int32)
     first_tile = ends - tiles

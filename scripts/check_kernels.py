@@ -22,7 +22,7 @@ from typing import Any, Final
 from scripts.kernels import children, device, programs, report
 from scripts.kernels.cases import SEED
 
-XLA_THREADS: Final = 16  # of XLA's own: each interpreted warpgroup waits in one, and with too few all wait for ever
+_THREADS: Final = 16  # of XLA's own: each interpreted warpgroup waits in one, and with too few all wait for ever
 _DEVICE_SECONDS: Final = 330.0
 _WATCHDOG_SECONDS: Final = 60.0  # without a row
 _MAX_FAILURES: Final = 3  # of one family on a device
@@ -55,7 +55,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def interpret() -> int:
     """Runs the suites; returns the exit code."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
-    environment = os.environ | {"NPROC": str(XLA_THREADS)}
+    environment = os.environ | {"NPROC": str(_THREADS)}
     codes = [
         subprocess.run([*command, *suite], cwd=children.ROOT, env=environment, check=False).returncode
         for suite in INTERPRETED

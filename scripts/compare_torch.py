@@ -28,6 +28,9 @@ from scripts.compare.report import OURS, Result
 
 BASELINES = ("dense", "static", "static-compiled", "continuous", "vllm")
 
+Answers = dict[tuple[str, System], list[list[int]]]
+"""Tokens of every request, by load and system."""
+
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line.
@@ -68,9 +71,6 @@ def start_all(args: argparse.Namespace, arguments: dict[str, Any]) -> tuple[dict
                 raise UsageError(f"{OURS} ({system.dtype}) does not start: {error}") from error
             failed[system] = str(error)
     return workers, failed
-
-
-Answers = dict[tuple[str, System], list[list[int]]]
 
 
 def warm_up(workers: dict[System, Worker], loads: dict[str, Requests]) -> tuple[list[Result], Answers]:
