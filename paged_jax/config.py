@@ -66,6 +66,8 @@ class EngineConfig:
 
     @property
     def prefill_sizes(self) -> tuple[int, ...]:
-        """Lengths of a packed batch that prefills: powers of two from 16, and max_tokens_per_step."""
-        powers = (1 << n for n in range(4, self.max_tokens_per_step.bit_length()))
-        return (*(size for size in powers if size < self.max_tokens_per_step), self.max_tokens_per_step)
+        """Lengths of a packed batch that prefills: powers of two from 16, from 256 on also the quarters between them
+        (a step of so many tokens costs what they compute, padding too), and max_tokens_per_step."""
+        sizes = {1 << n for n in range(4, self.max_tokens_per_step.bit_length())}
+        sizes |= {size + size * quarters // 4 for size in sizes if size >= 256 for quarters in (1, 2, 3)}
+        return (*sorted(size for size in sizes if size < self.max_tokens_per_step), self.max_tokens_per_step)

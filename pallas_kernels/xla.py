@@ -1,9 +1,9 @@
 """The portable implementation: plain XLA operations, on every backend; what a CPU runs.
 
 Work follows the real lengths, not the table's width. Decode walks a flat list of (sequence, group of pages) items in
-chunks, so that a batch of mixed lengths costs the sum of its pages; full pages that all its sequences begin with are
-read once for all of them (Hydragen: Juravsky et al. 2024, section 3). Prefill walks tiles of queries, each over the
-pages that it can see. All keep an online softmax, so nothing of size queries x keys exists.
+chunks, so that a batch of mixed lengths costs the sum of its pages. Prefill walks tiles of queries, each over the pages
+that it can see. Before both, full pages that all sequences of a step begin with are read once for all of them
+(Hydragen: Juravsky et al. 2024, section 3). All keep an online softmax, so nothing of size queries x keys exists.
 """
 
 from functools import partial
@@ -22,6 +22,9 @@ _PREFILL_QUERIES = 64  # queries of one prefill tile
 _DENSE_KEYS = 256  # keys that many queries look at in one step
 
 _einsum = partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
+
+type _Softmax = tuple[Array, Array, Array]
+"""An online softmax: weighted values [..., head_dim], greatest logit and sum of weights [...]."""
 
 
 @partial(jax.jit, static_argnames=("num_kv_heads", "max_query_len", "logit_soft_cap"))
@@ -47,13 +50,20 @@ def paged_attention(
     query_lens = cu_query_lens[1:] - cu_query_lens[:-1]
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     seq = owner(cu_query_lens[1:], token)
-    decodes = (token < cu_query_lens[-1]) & (query_lens[seq] == 1)
-    out, lse = _decode(grouped, pool, seq, jnp.where(decodes, seq_lens[seq], 0), window, logit_soft_cap)
+    # Token t attends to the first length[t] positions of its sequence.
+    length = seq_lens[seq] - (cu_query_lens[seq + 1] - 1 - token)
+    length = jnp.where((token < cu_query_lens[-1]) & (seq_lens[seq] > 0), length, 0)
+    shared, begun = jnp.int32(0), _start(grouped.shape)
+    if num_tokens > 1 and block_tables.shape[0] > 1:
+        shared = _shared_pages(pool, query_lens, seq_lens)
+        begun = _attend_shared(grouped, pool, seq, length, window, logit_soft_cap, shared)
+    decode_length = jnp.where(query_lens[seq] == 1, length, 0)
+    out, lse = _decode(grouped, pool, seq, decode_length, window, logit_soft_cap, shared, begun)
     if max_query_len > 1:
         prefill_lens = jnp.where((query_lens > 1) & (seq_lens > 0), query_lens, 0)
         tile = min(_PREFILL_QUERIES, 1 << (max_query_len - 1).bit_length())
         out, lse = _prefill(
-            out, lse, grouped, pool, cu_query_lens, prefill_lens, seq_lens, window, logit_soft_cap, tile
+            out, lse, grouped, pool, cu_query_lens, prefill_lens, seq_lens, window, logit_soft_cap, shared, begun, tile
         )
     return out.reshape(q.shape).astype(q.dtype), lse.reshape(num_tokens, num_heads)
 
@@ -99,29 +109,32 @@ class _Pool(NamedTuple):
 
 
 def _decode(
-    q: Array, pool: _Pool, seq: Array, length: Array, window: Array, soft_cap: float | None
+    q: Array,
+    pool: _Pool,
+    seq: Array,
+    length: Array,
+    window: Array,
+    soft_cap: float | None,
+    shared: Array,
+    begun: _Softmax,
 ) -> tuple[Array, Array]:
     """Queries at the end of their sequences: q[num_tokens, num_kv_heads, group, head_dim].
 
-    Token t attends to the first `length[t]` positions of sequence `seq[t]`; length 0 gives zeros.
+    Token t attends to the first `length[t]` positions of sequence `seq[t]`, of which `begun` has seen the first
+    `shared` pages; length 0 gives zeros or what `begun` has.
     """
     num_tokens = q.shape[0]
     pages_per_item = pool.pages_for(_DECODE_KEYS)
     fewest, most = _DECODE_ITEMS
     chunk = min(max(fewest, num_tokens), most, num_tokens * _ceil_div(pool.pages_per_seq, pages_per_item))
-    first_page = jnp.maximum(length - window, 0) // pool.page_size
-    start = _start(q.shape)
-    if num_tokens > 1:
-        shared = _shared_pages(pool, seq, length)
-        start = _decode_shared(q, pool, seq, length, window, soft_cap, first_page, shared)
-        first_page = jnp.maximum(first_page, jnp.minimum(shared, length // pool.page_size))
-    items = _ceil_div(_ceil_div(length, pool.page_size) - first_page, pages_per_item)
+    first_page = jnp.maximum(jnp.maximum(length - window, 0) // pool.page_size, shared)
+    items = _ceil_div(jnp.maximum(_ceil_div(length, pool.page_size) - first_page, 0), pages_per_item)
     ends = jnp.cumsum(items, dtype=jnp.int32)
     # Item i of token t covers pages from i * pages_per_item + base on.
     base = first_page - (ends - items) * pages_per_item
     described = jnp.stack([seq, length, base], axis=-1)
 
-    def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def step(i: Array, carry: _Softmax) -> _Softmax:
         acc, peak, total = carry
         item = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
         token = owner(ends, item)
@@ -138,39 +151,31 @@ def _decode(
         acc = (acc * decay[..., None]).at[token].add(_einsum("wkgs,wskd->wkgd", weights, v))
         return acc, new_peak, total
 
-    return _finish(*lax.fori_loop(0, _ceil_div(ends[-1], chunk), step, start))
+    return _finish(*lax.fori_loop(0, _ceil_div(ends[-1], chunk), step, begun))
 
 
-def _shared_pages(pool: _Pool, seq: Array, length: Array) -> Array:
-    """How many pages, full ones, all tokens with length > 0 begin with in common; 0 if fewer than two have."""
-    active = length > 0
-    tables = pool.block_tables[seq]
-    equal = ((tables == tables[jnp.argmax(active)]) | ~active[:, None]).all(axis=0)
-    num_equal = jnp.cumprod(equal.astype(jnp.int32), dtype=jnp.int32).sum(dtype=jnp.int32)
-    shortest = jnp.where(active, length, pool.pages_per_seq * pool.page_size).min()
+def _shared_pages(pool: _Pool, query_lens: Array, seq_lens: Array) -> Array:
+    """How many full pages, all before their queries, the sequences with queries begin with in common; 0 if fewer than
+    two have any."""
+    active = (query_lens > 0) & (seq_lens > 0)
+    equal = (pool.block_tables == pool.block_tables[jnp.argmax(active)]) | ~active[:, None]
+    num_equal = jnp.cumprod(equal.all(axis=0).astype(jnp.int32), dtype=jnp.int32).sum(dtype=jnp.int32)
+    shortest = jnp.where(active, seq_lens - query_lens, pool.pages_per_seq * pool.page_size).min()
     return jnp.where(active.sum() > 1, jnp.minimum(num_equal, shortest // pool.page_size), 0)
 
 
-def _decode_shared(
-    q: Array,
-    pool: _Pool,
-    seq: Array,
-    length: Array,
-    window: Array,
-    soft_cap: float | None,
-    first_page: Array,
-    shared: Array,
-) -> tuple[Array, Array, Array]:
-    """Attends to the first `shared` pages, which all tokens with length > 0 have in common."""
+def _attend_shared(
+    q: Array, pool: _Pool, seq: Array, length: Array, window: Array, soft_cap: float | None, shared: Array
+) -> _Softmax:
+    """The first `shared` pages, which the sequences of all tokens with length > 0 begin with in common."""
     num_tokens, num_kv_heads, group, head_dim = q.shape
-    active = length > 0
-    reader = seq[jnp.argmax(active)]  # any of them
     pages_per_step = pool.pages_for(_DENSE_KEYS)
     end = shared * pool.page_size
-    first = jnp.where(active, first_page, shared).min()
-    first_key = jnp.where(active, length - window, end)[:, None]
+    first_key = jnp.where(length > 0, jnp.maximum(length - window, 0), end)[:, None]
+    first = first_key.min() // pool.page_size
+    reader = seq[jnp.argmax(length > 0)]  # any of them
 
-    def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def step(i: Array, carry: _Softmax) -> _Softmax:
         k, v, key = pool.read(reader, first + i * pages_per_step, pages_per_step, end)
         return _attend(carry, q, k, v, (key < end) & (key >= first_key), soft_cap)
 
@@ -189,15 +194,19 @@ def _prefill(
     seq_lens: Array,
     window: Array,
     soft_cap: float | None,
+    shared: Array,
+    begun: _Softmax,
     tile: int,
 ) -> tuple[Array, Array]:
-    """Fills the rows of the sequences with query_lens > 0 into out and lse; all others stay."""
-    num_tokens, num_kv_heads, group, head_dim = q.shape
+    """Fills the rows of the sequences with query_lens > 0 into out and lse; all others stay. Of their pages `begun` has
+    seen the first `shared`."""
+    num_tokens = q.shape[0]
     pages_per_step = pool.pages_for(_DENSE_KEYS)
     tiles = _ceil_div(query_lens, tile)
     ends = jnp.cumsum(tiles, dtype=jnp.int32)
     first_tile = ends - tiles
-    q, out, lse = (jnp.pad(x, [(0, tile)] + [(0, 0)] * (x.ndim - 1)) for x in (q, out, lse))  # the last tile's padding
+    # The last tile may reach past the last token.
+    q, out, lse, *first = (jnp.pad(x, [(0, tile)] + [(0, 0)] * (x.ndim - 1)) for x in (q, out, lse, *begun))
 
     def attend_tile(t: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         out, lse = carry
@@ -206,17 +215,17 @@ def _prefill(
         row = cu_query_lens[seq] + skipped
         position = seq_lens[seq] - query_lens[seq] + skipped + jnp.arange(tile, dtype=jnp.int32)
         length = jnp.minimum(seq_lens[seq], position[-1] + 1)  # keys that the tile's last query sees
-        first_page = jnp.maximum(position[0] - window + 1, 0) // pool.page_size
+        first_page = jnp.maximum(jnp.maximum(position[0] - window + 1, 0) // pool.page_size, shared)
         queries = lax.dynamic_slice_in_dim(q, row, tile)
 
-        def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        def step(i: Array, carry: _Softmax) -> _Softmax:
             k, v, key = pool.read(seq, first_page + i * pages_per_step, pages_per_step, length)
             visible = (key < length) & (key <= position[:, None]) & (key > position[:, None] - window)
             return _attend(carry, queries, k, v, visible, soft_cap)
 
-        start = _start((num_kv_heads, group, tile, head_dim))
+        acc, peak, total = (jnp.moveaxis(lax.dynamic_slice_in_dim(x, row, tile), 0, 2) for x in first)
         steps = _ceil_div(_ceil_div(length, pool.page_size) - first_page, pages_per_step)
-        tile_out, tile_lse = _finish(*lax.fori_loop(0, steps, step, start))
+        tile_out, tile_lse = _finish(*lax.fori_loop(0, steps, step, (acc, peak, total)))
         is_query = (skipped + jnp.arange(tile, dtype=jnp.int32) < query_lens[seq])[:, None, None]
         tile_out = jnp.where(
             is_query[..., None], jnp.moveaxis(tile_out, 2, 0), lax.dynamic_slice_in_dim(out, row, tile)
@@ -231,14 +240,12 @@ def _prefill(
     return out[:num_tokens], lse[:num_tokens]
 
 
-def _start(shape: tuple[int, ...]) -> tuple[Array, Array, Array]:
-    """An online softmax that has seen nothing: weighted values of this shape, greatest logit, sum of weights."""
+def _start(shape: tuple[int, ...]) -> _Softmax:
+    """One that has seen nothing."""
     return jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], _FLOOR), jnp.zeros(shape[:-1], jnp.float32)
 
 
-def _attend(
-    carry: tuple[Array, Array, Array], q: Array, k: Array, v: Array, visible: Array, soft_cap: float | None
-) -> tuple[Array, Array, Array]:
+def _attend(carry: _Softmax, q: Array, k: Array, v: Array, visible: Array, soft_cap: float | None) -> _Softmax:
     """The online softmax `carry` of [num_kv_heads, group, queries, head_dim] with one more block of keys and values.
 
     q[queries, num_kv_heads, group, head_dim]; k, v [keys, num_kv_heads, head_dim]; visible [queries, keys].

@@ -85,6 +85,9 @@ def _attend(
     logit_soft_cap: float | None,
 ) -> Array:
     """q[b, t, heads, d] at positions[b, t] over keys and values [b, kv_heads, s, d]."""
+    dtype = q.dtype
+    if jax.default_backend() == "cpu":  # XLA:CPU refuses some products of bfloat16 with a float32 result
+        q, keys, values = (x.astype(jnp.float32) for x in (q, keys, values))
     grouped = q.reshape(*q.shape[:2], keys.shape[1], -1, q.shape[-1])
     logits = jnp.einsum("btkgd,bksd->bktgs", grouped, keys, preferred_element_type=jnp.float32) * scale
     if logit_soft_cap is not None:
@@ -95,7 +98,7 @@ def _attend(
         visible &= place > query - sliding_window
     weights = jax.nn.softmax(jnp.where(visible[:, None, :, None], logits, -jnp.inf), axis=-1)
     out = jnp.einsum("bktgs,bksd->btkgd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
-    return out.reshape(q.shape).astype(q.dtype)
+    return out.reshape(q.shape).astype(dtype)
 
 
 def contiguous_step(

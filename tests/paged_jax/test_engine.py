@@ -303,6 +303,7 @@ def test_shapes_are_few():
     assert config(max_seqs=100, max_tokens_per_step=100).decode_sizes == (1, 8, 16, 32, 48, 64, 96, 100)
     assert config(max_seqs=3).decode_sizes == (3,)
     assert config(max_tokens_per_step=100).prefill_sizes == (16, 32, 64, 100)
+    assert config(max_tokens_per_step=600).prefill_sizes == (16, 32, 64, 128, 256, 320, 384, 448, 512, 600)
     assert config(max_seqs=1, max_tokens_per_step=4).prefill_sizes == (4,)
 
 

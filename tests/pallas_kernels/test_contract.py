@@ -52,9 +52,14 @@ SAME_BEGINNING = {
     "window over its end": replace(_SHARED, sliding_window=90),
     "window of some behind it": replace(_SHARED, sliding_window=20),
     "beside a chunk": replace(_SHARED, query_lens=(1, 1, 30, 0, 1, 1, 1)),
+    "before chunks": replace(_SHARED, query_lens=(30, 1, 70, 0, 2, 66, 4)),
+    "and in chunks": replace(
+        _SHARED, query_lens=(332, 1, 401, 0, 399, 32, 5), seq_lens=(332, 301, 700, 0, 400, 332, 5)
+    ),
+    "before windowed chunks": replace(_SHARED, query_lens=(30, 1, 70, 0, 2, 66, 4), sliding_window=90),
     "overflowing logits": replace(_SHARED, sharpness=60.0, logit_soft_cap=50.0),
 }
-MAIN_BEGINNINGS = {"more than a step", "is all of it", "ends earlier", "window over its end", "beside a chunk"}
+MAIN_BEGINNINGS = {"more than a step", "is all of it", "ends earlier", "window over its end", "before chunks"}
 """Those of the default run."""
 
 
@@ -95,7 +100,7 @@ def test_decode_of_many_sequences(name: str, implementation: str) -> None:
 @pytest.mark.parametrize(
     "name", [name if name in MAIN_BEGINNINGS else pytest.param(name, marks=pytest.mark.slow) for name in SAME_BEGINNING]
 )
-def test_decode_of_sequences_that_begin_with_the_same_pages(name: str, implementation: str) -> None:
+def test_sequences_that_begin_with_the_same_pages(name: str, implementation: str) -> None:
     assert_contract(SAME_BEGINNING[name], implementation)
 
 
