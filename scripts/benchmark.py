@@ -7,6 +7,7 @@ contiguous   a decode step over pages beside the same model over a plain contigu
 memory       a load served out of the same bytes, in pages and contiguous: sequences at once, tokens per second
 page-size    tokens per second and waste for several sizes of the page
 overhead     what the engine's host side adds to a step: scheduling, hashing, tables, dispatch
+floor        what the machine's memory and arithmetic allow, for the loads of compare_torch.py
 parts        a step of the engine beside the sum of its parts, each measured alone
 compile      programs compiled ahead, the time that takes, and what is compiled later
 perplexity   of a text, for several dtypes of the pages
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from models import registry
+from scripts.benchmarks.floor import floor
 from scripts.benchmarks.memory import memory
 from scripts.benchmarks.perplexity import TEXT, perplexity
 from scripts.benchmarks.serving import compilations, overhead, page_size, parts, throughput
@@ -43,6 +45,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = {
     "contiguous": contiguous,
     "memory": memory,
     "page-size": page_size,
+    "floor": floor,
     "overhead": overhead,
     "parts": parts,
     "compile": compilations,
@@ -93,7 +96,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     number("memory", "--rounds", 3, "interleaved rounds")
     number("throughput decode prefill contiguous memory overhead parts perplexity", "--page-size", 16, "tokens a page")
 
-    for name in ("throughput", "contiguous", "perplexity"):
+    for name in ("throughput", "contiguous", "floor", "perplexity"):
         commands[name].add_argument("--dtypes", choices=DTYPES, nargs="+", default=list(DTYPES), help="of the weights "
                                     "and pages (all)")  # fmt: skip
     for name in ("decode", "prefill", "memory", "page-size", "parts", "compile"):

@@ -18,6 +18,7 @@ from models.registry import Checkpoint
 from models.transformer import functional
 from paged_jax import Batch, Engine, EngineConfig, KVLayout, Request, block_tables, page_pool, size_pool
 from paged_jax.layout import ceil_div
+from scripts.benchmarks.floor import Floor, measure
 from scripts.benchmarks.timing import REPEATS, interleave, paged_step
 from scripts.command_line import DTYPES, KV_DTYPES
 from scripts.lengths import SHAREGPT
@@ -29,7 +30,7 @@ _PROMPT_LEN = 16
 def throughput(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Output tokens per second of whole runs, and of their decode steps alone."""
 
-    def measure(checkpoint: Checkpoint, dtype: str, num_seqs: int) -> Callable[[], tuple[float, float]]:
+    def serve(checkpoint: Checkpoint, dtype: str, num_seqs: int) -> Callable[[], tuple[float, float]]:
         model = functional(checkpoint.config)
         config = EngineConfig(max_seqs=num_seqs, max_model_len=256)
         layout = model.kv_layout(num_pages=2, page_size=args.page_size, dtype=KV_DTYPES[args.kv_dtype or dtype])
@@ -48,15 +49,22 @@ def throughput(args: argparse.Namespace) -> list[dict[str, Any]]:
         return run
 
     runs: dict[tuple[str, int], Callable[[], tuple[float, float]]] = {}
+    floors = {}
     for dtype in args.dtypes:
         checkpoint = registry.load(args.model, dtype=DTYPES[dtype])
-        runs |= {(dtype, num_seqs): measure(checkpoint, dtype, num_seqs) for num_seqs in args.sequences}
+        least = Floor(checkpoint.config, DTYPES[dtype], measure(DTYPES[dtype]))
+        prompts = [checkpoint.tokenizer.encode(prompt) for prompt in PROMPTS]
+        for num_seqs in args.sequences:
+            runs[dtype, num_seqs] = serve(checkpoint, dtype, num_seqs)
+            load = [(prompts[i % len(prompts)], args.new_tokens) for i in range(num_seqs)]
+            floors[dtype, num_seqs] = num_seqs * args.new_tokens / least.load(load)
     return [
         {
             "dtype": dtype,
             "sequences": num_seqs,
             "tokens/s": statistics.median(total for total, _ in results),
             "decode tokens/s": statistics.median(decode for _, decode in results),
+            "floor tokens/s": floors[dtype, num_seqs],
         }
         for (dtype, num_seqs), results in interleave(runs, args.rounds).items()
     ]

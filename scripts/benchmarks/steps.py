@@ -9,6 +9,7 @@ from typing import Any
 from models import registry
 from paged_jax.layout import ceil_div
 from scripts.benchmarks.contiguous import contiguous_step
+from scripts.benchmarks.floor import Chunk, Floor, measure
 from scripts.benchmarks.timing import interleave, medians, paged_step
 from scripts.command_line import DTYPES
 
@@ -36,8 +37,15 @@ def decode(args: argparse.Namespace) -> list[dict[str, Any]]:
         for varied in VARIED
         for tokens in args.contexts
     }
+    least = Floor(checkpoint.config, DTYPES[args.dtype], measure(DTYPES[args.dtype]))
     return [
-        {"sequences": args.sequences, "varied": varied, "tokens a sequence": tokens, "ms": ms}
+        {
+            "sequences": args.sequences,
+            "varied": varied,
+            "tokens a sequence": tokens,
+            "ms": ms,
+            "floor ms": 1e3 * least.step([Chunk((tokens if varied == "context" else short) - 1)] * args.sequences),
+        }
         for (varied, tokens), ms in medians(runs, args.rounds).items()
     ]
 
@@ -73,8 +81,15 @@ def prefill(args: argparse.Namespace) -> list[dict[str, Any]]:
         for cached in args.cached
         for chunk in args.chunks
     }
+    least = Floor(checkpoint.config, DTYPES[args.dtype], measure(DTYPES[args.dtype]))
     return [
-        {"cached": cached, "chunk": chunk, "ms": ms, "tokens/s": chunk / ms * 1e3}
+        {
+            "cached": cached,
+            "chunk": chunk,
+            "ms": ms,
+            "floor ms": 1e3 * least.step([Chunk(cached, chunk)]),
+            "tokens/s": chunk / ms * 1e3,
+        }
         for (cached, chunk), ms in medians(runs, args.rounds).items()
     ]
 
@@ -85,6 +100,7 @@ def contiguous(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for dtype in args.dtypes:
         checkpoint = registry.load(args.model, dtype=DTYPES[dtype])
+        least = Floor(checkpoint.config, DTYPES[dtype], measure(DTYPES[dtype]))
         for num_seqs in args.sequences:
             for context in args.contexts:
                 tight = ceil_div(context, args.page_size) * args.page_size
@@ -97,6 +113,7 @@ def contiguous(args: argparse.Namespace) -> list[dict[str, Any]]:
                 results = interleave(runs, args.rounds)
                 row: dict[str, Any] = {"dtype": dtype, "sequences": num_seqs, "context": context}
                 row |= {f"{name} ms": statistics.median(times) for name, times in results.items()}
+                row["floor ms"] = 1e3 * least.step([Chunk(context - 1)] * num_seqs)
                 for name in ("tight", "reserved"):
                     pairs = zip(results["paged"], results[name], strict=True)
                     row[f"paged/{name}"] = statistics.median(paged / other for paged, other in pairs)

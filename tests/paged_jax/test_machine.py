@@ -262,7 +262,7 @@ class EagerMachine(CacheMachine):
 
 
 @pytest.mark.parametrize(
-    ("machine", "examples", "steps"), [(CacheMachine, 30, 40), (EagerMachine, 4, 10)], ids=["jit", "eager"]
+    ("machine", "examples", "steps"), [(CacheMachine, 20, 40), (EagerMachine, 4, 10)], ids=["jit", "eager"]
 )
 def test_random_operations(machine: type[CacheMachine], examples: int, steps: int) -> None:
     machine.seen = Counter()

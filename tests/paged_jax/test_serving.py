@@ -92,7 +92,11 @@ def requests(count, seed=0, **changes):
     ]
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_pages": 9}, {"num_pages": 40, "page_size": 1}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param({}, marks=pytest.mark.slow), {"num_pages": 9}, {"num_pages": 40, "page_size": 1}],
+    ids=str,
+)
 def test_answers_do_not_depend_on_the_pool(changes):
     run(fresh(**changes), requests(20))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("names", ["page_pool block_tables", pytest.param("cache", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("names", ["block_tables", pytest.param("page_pool cache", marks=pytest.mark.slow)])
 def test_core_tests_pass_in_x64_mode(names: str) -> None:
     here = Path(__file__).parent
     files = [str(here / f"test_{name}.py") for name in names.split()]

@@ -80,6 +80,7 @@ SMALL = {
     "contiguous": "--dtypes float32 --sequences 2 --contexts 8 --max-model-len 16 --rounds 1",
     "memory": "--budget-mib 1 --requests 4 --shrink 64 --max-seqs 4 --rounds 1",
     "page-size": "--requests 3 --shrink 64 --max-seqs 2 --rounds 1 --sizes 8 16",
+    "floor": "--dtypes float32",
     "overhead": "--sequences 2 --steps 5",
     "parts": "--sequences 2 --new-tokens 8 --rounds 1",
     "compile": "--sequences 2",
