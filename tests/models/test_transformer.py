@@ -161,7 +161,8 @@ def test_parameters_are_plain_arrays_in_a_list_of_layers():
     assert "head" in params_of("untied")
 
 
-@pytest.mark.parametrize("unroll_layers", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("unroll_layers", [True, False])
 def test_temporary_memory_does_not_grow_with_the_pool(unroll_layers):
     model = functional(CONFIG, unroll_layers=unroll_layers)
     config = pj.EngineConfig(max_seqs=2, max_model_len=64, max_tokens_per_step=16)
