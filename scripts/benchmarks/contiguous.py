@@ -85,20 +85,20 @@ def _attend(
     logit_soft_cap: float | None,
 ) -> Array:
     """q[b, t, heads, d] at positions[b, t] over keys and values [b, kv_heads, s, d]."""
-    dtype = q.dtype
-    if jax.default_backend() == "cpu":  # XLA:CPU refuses some products of bfloat16 with a float32 result
-        q, keys, values = (x.astype(jnp.float32) for x in (q, keys, values))
-    grouped = q.reshape(*q.shape[:2], keys.shape[1], -1, q.shape[-1])
-    logits = jnp.einsum("btkgd,bksd->bktgs", grouped, keys, preferred_element_type=jnp.float32) * scale
+    b, t, heads, head_dim = q.shape
+    kv_heads, s = keys.shape[1:3]
+    # One axis of queries for each KV head: XLA:CPU computes products of two slowly, in bfloat16 not at all.
+    queries = jnp.moveaxis(q.reshape(b, t, kv_heads, -1, head_dim), 1, 2).reshape(b, kv_heads, -1, head_dim)
+    logits = jnp.einsum("bkqd,bksd->bkqs", queries, keys, preferred_element_type=jnp.float32) * scale
     if logit_soft_cap is not None:
         logits = logit_soft_cap * jnp.tanh(logits / logit_soft_cap)
-    place, query = jnp.arange(keys.shape[2]), positions[:, :, None]
+    place, query = jnp.arange(s), jnp.repeat(positions, heads // kv_heads, axis=1)[:, :, None]
     visible = place <= query
     if sliding_window is not None:
         visible &= place > query - sliding_window
-    weights = jax.nn.softmax(jnp.where(visible[:, None, :, None], logits, -jnp.inf), axis=-1)
-    out = jnp.einsum("bktgs,bksd->btkgd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
-    return out.reshape(q.shape).astype(dtype)
+    weights = jax.nn.softmax(jnp.where(visible[:, None], logits, -jnp.inf), axis=-1)
+    out = jnp.einsum("bkqs,bksd->bkqd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+    return jnp.moveaxis(out.reshape(b, kv_heads, t, -1, head_dim), 2, 1).reshape(q.shape).astype(q.dtype)
 
 
 def contiguous_step(
