@@ -213,7 +213,7 @@ class PrefixIndex:
             return PrefixMatch(cached, "all full pages are cached", cached)
         parent: CachedPage | Namespace = chain[-1] if chain else keys.namespace
         siblings = [page.tokens for page in self._pages.values() if _same(page.parent, parent)]
-        shared = max((_common(tokens, rest) for tokens in siblings), default=0)
+        shared = max((common_length(tokens, rest) for tokens in siblings), default=0)
         if len(rest) < size:
             if siblings and shared < len(rest):
                 return PrefixMatch(cached, "first different token", cached + shared)
@@ -238,7 +238,8 @@ def _same(a: CachedPage | Namespace, b: CachedPage | Namespace) -> bool:
     return a is b or (isinstance(a, Namespace) and a == b)  # a dataclass without eq equals itself alone
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many leading tokens two sequences have in common."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

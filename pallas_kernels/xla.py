@@ -88,6 +88,10 @@ class _Pool(NamedTuple):
         """Pages to look at in one step that should hold about so many keys."""
         return min(max(1, keys // self.page_size), self.pages_per_seq)
 
+    def first_page(self, length: Array, window: Array, shared: Array) -> Array:
+        """The first page, not of the first `shared`, with some of the last `window` of `length` keys."""
+        return jnp.maximum(jnp.maximum(length - window, 0) // self.page_size, shared)
+
     def read(self, seq: Array, first_page: Array, count: int, length: Array) -> tuple[Array, Array, Array]:
         """Keys and values of `count` logical pages from `first_page` on, for every entry of `seq`.
 
@@ -127,7 +131,7 @@ def _decode(
     pages_per_item = pool.pages_for(_DECODE_KEYS)
     fewest, most = _DECODE_ITEMS
     chunk = min(max(fewest, num_tokens), most, num_tokens * _ceil_div(pool.pages_per_seq, pages_per_item))
-    first_page = jnp.maximum(jnp.maximum(length - window, 0) // pool.page_size, shared)
+    first_page = pool.first_page(length, window, shared)
     items = _ceil_div(jnp.maximum(_ceil_div(length, pool.page_size) - first_page, 0), pages_per_item)
     ends = jnp.cumsum(items, dtype=jnp.int32)
     # Item i of token t covers pages from i * pages_per_item + base on.
@@ -215,7 +219,7 @@ def _prefill(
         row = cu_query_lens[seq] + skipped
         position = seq_lens[seq] - query_lens[seq] + skipped + jnp.arange(tile, dtype=jnp.int32)
         length = jnp.minimum(seq_lens[seq], position[-1] + 1)  # keys that the tile's last query sees
-        first_page = jnp.maximum(jnp.maximum(position[0] - window + 1, 0) // pool.page_size, shared)
+        first_page = pool.first_page(position[0] + 1, window, shared)
         queries = lax.dynamic_slice_in_dim(q, row, tile)
 
         def step(i: Array, carry: _Softmax) -> _Softmax:

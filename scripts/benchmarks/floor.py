@@ -6,7 +6,6 @@ takes at least the longer of the times for the two, at the rates that this machi
 """
 
 import argparse
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +16,8 @@ from jax.typing import DTypeLike
 
 from models import registry
 from models.config import TransformerConfig
+from paged_jax.prefix import common_length
+from scripts.benchmarks.timing import time_call
 from scripts.command_line import DTYPES
 from scripts.compare.loads import LOADS, Requests
 
@@ -59,7 +60,7 @@ class Floor:
     """
 
     def __init__(self, config: TransformerConfig, dtype: DTypeLike, rates: Rates) -> None:
-        self._rates = rates
+        self.rates = rates
         self._itemsize = jnp.dtype(dtype).itemsize
         self._query_size = config.num_heads * config.head_dim
         self._kv_size = 2 * config.num_kv_heads * config.head_dim
@@ -67,6 +68,11 @@ class Floor:
         self._layers = config.num_layers * config.hidden_size * projections
         self._head = config.vocab_size * config.hidden_size
         self._windows = Counter(config.sliding_windows or (None,) * config.num_layers)
+
+    @classmethod
+    def here(cls, config: TransformerConfig, dtype: DTypeLike) -> "Floor":
+        """That of this machine, which is measured."""
+        return cls(config, dtype, measure(dtype))
 
     def step(self, chunks: Sequence[Chunk], shared: int = 0) -> float:
         """Seconds of a step with a row of logits for each sequence.
@@ -85,22 +91,20 @@ class Floor:
         written = tokens * sum(self._windows.values())
         moved = self._itemsize * (self._layers + self._head + self._kv_size * (read + written))
         operations = 2 * (self._layers * tokens + self._head * len(chunks)) + 4 * self._query_size * seen
-        return max(moved / self._rates.bytes, operations / self._rates.operations)
+        return max(moved / self.rates.bytes, operations / self.rates.operations)
 
     def load(self, requests: Requests) -> float:
         """Seconds of a whole load of (prompt, tokens to generate), all at once: what all prompts begin with is computed
         once, all prompts make one step, and then every request that is not done gets a token in each."""
         prompts = [prompt for prompt, _ in requests]
-        shared = 0
-        if len(prompts) > 1:
-            equal = [len(set(tokens)) == 1 for tokens in zip(*prompts, strict=False)]
-            shared = min([*equal, False].index(False), len(equal) - 1)
         first, *others = prompts
+        shared = min((common_length(first, prompt) for prompt in others), default=0)
+        shared = min(shared, *(len(prompt) - 1 for prompt in prompts))
         prefill = [Chunk(0, len(first)), *(Chunk(shared, len(prompt) - shared) for prompt in others)]
-        seconds = self.step(prefill, shared)
+        least = self.step(prefill, shared)
         for made in range(1, max(count for _, count in requests)):
-            seconds += self.step([Chunk(len(p) + made - 1) for p, count in requests if count > made], shared)
-        return seconds
+            least += self.step([Chunk(len(p) + made - 1) for p, count in requests if count > made], shared)
+        return least
 
 
 def floor(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -108,15 +112,15 @@ def floor(args: argparse.Namespace) -> list[dict[str, Any]]:
     rates that they follow from."""
     rows = []
     for dtype in args.dtypes:
-        checkpoint, rates = registry.load(args.model, dtype=DTYPES[dtype]), measure(DTYPES[dtype])
-        least = Floor(checkpoint.config, DTYPES[dtype], rates)
+        checkpoint = registry.load(args.model, dtype=DTYPES[dtype])
+        least = Floor.here(checkpoint.config, DTYPES[dtype])
         for name, load in LOADS.items():
             requests = load(checkpoint.tokenizer.encode)
             rows.append(
                 {
                     "dtype": dtype,
-                    "GB/s": rates.bytes / 1e9,
-                    "GFLOP/s": rates.operations / 1e9,
+                    "GB/s": least.rates.bytes / 1e9,
+                    "GFLOP/s": least.rates.operations / 1e9,
                     "load": name,
                     "floor tokens/s": sum(count for _, count in requests) / least.load(requests),
                 }
@@ -126,9 +130,4 @@ def floor(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _fastest(run: Callable[[], jax.Array]) -> float:
     run().block_until_ready()
-    seconds = []
-    for _ in range(_TRIES):
-        started = time.perf_counter()
-        run().block_until_ready()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
+    return min(time_call(lambda: run().block_until_ready()) for _ in range(_TRIES))

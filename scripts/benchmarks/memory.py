@@ -2,7 +2,6 @@
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,7 @@ from models.transformer import functional
 from paged_jax import Engine, EngineConfig
 from scripts.benchmarks.contiguous import ContiguousServer
 from scripts.benchmarks.serving import made_requests
-from scripts.benchmarks.timing import interleave
+from scripts.benchmarks.timing import interleave, time_call
 from scripts.command_line import DTYPES
 
 
@@ -41,8 +40,8 @@ def memory(args: argparse.Namespace) -> list[dict[str, Any]]:
     running: list[int] = []
     pairs = [(list(map(int, request.prompt)), request.max_tokens or 0) for request in requests]
     runs: dict[str, Callable[[], float]] = {
-        "contiguous": lambda: _seconds(lambda: server.generate(pairs)),
-        "paged": lambda: _seconds(
+        "contiguous": lambda: time_call(lambda: server.generate(pairs)),
+        "paged": lambda: time_call(
             lambda: engine.generate(requests, on_step=lambda: running.append(engine.metrics().num_running))
         ),
     }
@@ -61,9 +60,3 @@ def memory(args: argparse.Namespace) -> list[dict[str, Any]]:
         row["tokens/s"] = tokens / seconds[row["cache"]]
     ratio = {name: rows[1][name] / rows[0][name] for name in ("most at once", "on average", "tokens/s")}
     return [*rows, {"cache": "paged / contiguous", **ratio, "preemptions": ""}]
-
-
-def _seconds(function: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    function()
-    return time.perf_counter() - started

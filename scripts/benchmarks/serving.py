@@ -18,33 +18,31 @@ from models.registry import Checkpoint
 from models.transformer import functional
 from paged_jax import Batch, Engine, EngineConfig, KVLayout, Request, block_tables, page_pool, size_pool
 from paged_jax.layout import ceil_div
-from scripts.benchmarks.floor import Floor, measure
-from scripts.benchmarks.timing import REPEATS, interleave, paged_step
+from scripts.benchmarks.floor import Floor
+from scripts.benchmarks.timing import REPEATS, interleave, paged_step, time_call
 from scripts.command_line import DTYPES, KV_DTYPES
+from scripts.compare.loads import Requests, plain
 from scripts.lengths import SHAREGPT
 
-PROMPTS = ("The capital of France is", "Once upon a time", "def fib(n):", "The quick brown")
 _PROMPT_LEN = 16
 
 
 def throughput(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Output tokens per second of whole runs, and of their decode steps alone."""
 
-    def serve(checkpoint: Checkpoint, dtype: str, num_seqs: int) -> Callable[[], tuple[float, float]]:
+    def serve(checkpoint: Checkpoint, dtype: str, load: Requests) -> Callable[[], tuple[float, float]]:
         model = functional(checkpoint.config)
-        config = EngineConfig(max_seqs=num_seqs, max_model_len=256)
+        config = EngineConfig(max_seqs=len(load), max_model_len=256)
         layout = model.kv_layout(num_pages=2, page_size=args.page_size, dtype=KV_DTYPES[args.kv_dtype or dtype])
         layout = size_pool(model, checkpoint.params, layout, config)
         engine = Engine(model, checkpoint.params, layout, checkpoint.tokenizer, config)
-        requests = [
-            Request(PROMPTS[i % len(PROMPTS)], max_tokens=args.new_tokens, ignore_eos=True) for i in range(num_seqs)
-        ]
+        requests = [Request(prompt, max_tokens=count, ignore_eos=True) for prompt, count in load]
 
         def run() -> tuple[float, float]:
             tokens, seconds = engine.stats.decode_tokens, engine.stats.decode_seconds
-            elapsed = _seconds(lambda: engine.generate(requests))
+            elapsed = time_call(lambda: engine.generate(requests))
             decode = (engine.stats.decode_tokens - tokens) / (engine.stats.decode_seconds - seconds)
-            return num_seqs * args.new_tokens / elapsed, decode
+            return len(load) * args.new_tokens / elapsed, decode
 
         return run
 
@@ -52,11 +50,10 @@ def throughput(args: argparse.Namespace) -> list[dict[str, Any]]:
     floors = {}
     for dtype in args.dtypes:
         checkpoint = registry.load(args.model, dtype=DTYPES[dtype])
-        least = Floor(checkpoint.config, DTYPES[dtype], measure(DTYPES[dtype]))
-        prompts = [checkpoint.tokenizer.encode(prompt) for prompt in PROMPTS]
+        least = Floor.here(checkpoint.config, DTYPES[dtype])
         for num_seqs in args.sequences:
-            runs[dtype, num_seqs] = serve(checkpoint, dtype, num_seqs)
-            load = [(prompts[i % len(prompts)], args.new_tokens) for i in range(num_seqs)]
+            load = plain(checkpoint.tokenizer.encode, num_seqs, args.new_tokens)
+            runs[dtype, num_seqs] = serve(checkpoint, dtype, load)
             floors[dtype, num_seqs] = num_seqs * args.new_tokens / least.load(load)
     return [
         {
@@ -151,7 +148,7 @@ def compilations(args: argparse.Namespace) -> list[dict[str, Any]]:
         config = EngineConfig(max_seqs=num_seqs, max_model_len=256, max_tokens_per_step=max(256, num_seqs))
         layout = size_pool(model, checkpoint.params, model.kv_layout(num_pages=2), config)
         engine = Engine(model, checkpoint.params, layout, None, config)
-        seconds = _seconds(engine.warm_up)
+        seconds = time_call(engine.warm_up)
         compiled = engine.metrics().num_compilations
         engine.generate(made_requests(2 * num_seqs, shrink=16, vocab_size=checkpoint.config.vocab_size, seed=0))
         rows.append(
@@ -206,7 +203,7 @@ def made_requests(count: int, *, shrink: int, vocab_size: int, seed: int) -> lis
 def _rates(engine: Engine, requests: Sequence[Request]) -> tuple[float, float]:
     """Output tokens per second, and milliseconds of a token in decode steps."""
     before = replace(engine.stats)
-    seconds = _seconds(lambda: engine.generate(requests))
+    seconds = time_call(lambda: engine.generate(requests))
     stats = engine.stats
     decode = (stats.decode_seconds - before.decode_seconds) / (stats.decode_tokens - before.decode_tokens)
     return sum(request.max_tokens or 0 for request in requests) / seconds, decode * 1e3
@@ -277,9 +274,3 @@ def _allocator_call(layout: KVLayout, num_seqs: int, max_len: int) -> Callable[[
             return (time.perf_counter() - started) / REPEATS * 1e3
 
     return run
-
-
-def _seconds(function: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    function()
-    return time.perf_counter() - started

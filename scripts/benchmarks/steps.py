@@ -9,7 +9,7 @@ from typing import Any
 from models import registry
 from paged_jax.layout import ceil_div
 from scripts.benchmarks.contiguous import contiguous_step
-from scripts.benchmarks.floor import Chunk, Floor, measure
+from scripts.benchmarks.floor import Chunk, Floor
 from scripts.benchmarks.timing import interleave, medians, paged_step
 from scripts.command_line import DTYPES
 
@@ -37,7 +37,7 @@ def decode(args: argparse.Namespace) -> list[dict[str, Any]]:
         for varied in VARIED
         for tokens in args.contexts
     }
-    least = Floor(checkpoint.config, DTYPES[args.dtype], measure(DTYPES[args.dtype]))
+    least = Floor.here(checkpoint.config, DTYPES[args.dtype])
     return [
         {
             "sequences": args.sequences,
@@ -81,7 +81,7 @@ def prefill(args: argparse.Namespace) -> list[dict[str, Any]]:
         for cached in args.cached
         for chunk in args.chunks
     }
-    least = Floor(checkpoint.config, DTYPES[args.dtype], measure(DTYPES[args.dtype]))
+    least = Floor.here(checkpoint.config, DTYPES[args.dtype])
     return [
         {
             "cached": cached,
@@ -100,7 +100,7 @@ def contiguous(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for dtype in args.dtypes:
         checkpoint = registry.load(args.model, dtype=DTYPES[dtype])
-        least = Floor(checkpoint.config, DTYPES[dtype], measure(DTYPES[dtype]))
+        least = Floor.here(checkpoint.config, DTYPES[dtype])
         for num_seqs in args.sequences:
             for context in args.contexts:
                 tight = ceil_div(context, args.page_size) * args.page_size

@@ -24,6 +24,13 @@ REPEATS = 5
 """Steps that one measurement runs one after another."""
 
 
+def time_call(function: Callable[[], Any]) -> float:
+    """Seconds that a call takes."""
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+
 def interleave[Case, Figure](runs: Mapping[Case, Callable[[], Figure]], rounds: int) -> dict[Case, list[Figure]]:
     """Runs every case once, to compile, and then `rounds` times in turn."""
     for run in runs.values():

@@ -12,9 +12,9 @@ INSTRUCTIONS = "You answer for the front desk of a museum. Be short, be kind, an
 QUESTIONS = ("the dinosaurs", "old maps", "the cloakroom", "a guided tour", "Roman glass", "the garden", "early clocks")
 
 
-def plain(encode: Encode, count: int) -> Requests:
-    """`count` requests of 64 tokens from prompts of about 5."""
-    return [(encode(PROMPTS[i % len(PROMPTS)]), NEW_TOKENS) for i in range(count)]
+def plain(encode: Encode, count: int, new_tokens: int = NEW_TOKENS) -> Requests:
+    """`count` requests of `new_tokens` tokens from prompts of about 5."""
+    return [(encode(PROMPTS[i % len(PROMPTS)]), new_tokens) for i in range(count)]
 
 
 def shared(encode: Encode, count: int = 16) -> Requests:
