@@ -18,7 +18,8 @@ from models.registry import Checkpoint
 from models.transformer import functional
 from paged_jax import Batch, Engine, EngineConfig, KVLayout, Request, block_tables, page_pool, size_pool
 from paged_jax.layout import ceil_div
-from scripts.benchmarks.floor import Floor
+from scripts.benchmarks.floor import Chunk, Floor
+from scripts.benchmarks.products import products
 from scripts.benchmarks.timing import REPEATS, interleave, paged_step, time_call
 from scripts.command_line import DTYPES, KV_DTYPES
 from scripts.compare.loads import Requests, plain
@@ -104,9 +105,12 @@ def overhead(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def parts(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A decode step of the engine beside what it consists of, each measured alone in interleaved rounds: the model's
-    step, the allocator's call, and the rest of the host's side (a step without a model, less the allocator's call)."""
+    step, the allocator's call, and the rest of the host's side (a step without a model, less the allocator's call).
+
+    Of the model's step, its products with the weights are measured too, and its floor is told."""
     checkpoint = registry.load(args.model, dtype=DTYPES[args.dtype])
     model = functional(checkpoint.config)
+    least = Floor.here(checkpoint.config, DTYPES[args.dtype])
     rows = []
     for num_seqs in args.sequences:
         max_len = _PROMPT_LEN + args.new_tokens
@@ -120,6 +124,7 @@ def parts(args: argparse.Namespace) -> list[dict[str, Any]]:
             "engine": partial(_mean, whole),
             "model": paged_step(checkpoint, args.dtype, num_seqs=num_seqs, context=max_len // 2, table_tokens=max_len,
                                 pool_tokens=max_len, page_size=args.page_size),
+            "products": products(checkpoint.params, num_seqs),
             "allocator": _allocator_call(layout, num_seqs, max_len),
             "no model": partial(_mean, empty),
         }  # fmt: skip
@@ -130,6 +135,8 @@ def parts(args: argparse.Namespace) -> list[dict[str, Any]]:
                 "sequences": num_seqs,
                 "engine ms": ms["engine"],
                 "model ms": ms["model"],
+                "products ms": ms["products"],
+                "floor ms": 1e3 * least.step([Chunk(max_len // 2 - 1)] * num_seqs),
                 "allocator ms": ms["allocator"],
                 "rest of the host ms": ms["no model"] - ms["allocator"],
                 "sum ms": total,

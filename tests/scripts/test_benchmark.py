@@ -10,10 +10,12 @@ import pytest
 
 import paged_jax as pj
 from models import registry
+from models.linear import linear
 from models.transformer import functional
 from paged_jax import batch as batches
 from scripts import benchmark
-from scripts.benchmarks import contiguous
+from scripts.benchmarks import contiguous, products
+from scripts.benchmarks.floor import Chunk, Floor, Rates
 from scripts.benchmarks.perplexity import teacher_forced
 from tests.models.test_architectures import LOGITS, PREFILLS, TOLERANCE, checkpoint, token_ids
 from tests.scripts.refusals import assert_refused
@@ -71,6 +73,23 @@ def test_the_contiguous_server_answers_as_the_engine_does(model_path):
     (top,) = engine.generate([pj.Request(text[:-1], max_tokens=1, logprobs=2)])
     best, second = top.top_logprobs[0].values()
     assert scores.gaps[-1] == pytest.approx(best - second, abs=atol)
+
+
+def test_products_are_those_of_the_floor(model_path, monkeypatch):
+    """All operations of a step but those of attention."""
+    tiny = registry.load(model_path)
+    shapes = []
+
+    def recorded(x, weight, out_dtype):
+        shapes.append((*x.shape, weight.shape[0]))
+        return linear(x, weight, out_dtype)
+
+    monkeypatch.setattr(products, "linear", recorded)
+    assert products.products(tiny.params, 3)() > 0
+    config = tiny.config
+    attention = 4 * 3 * config.num_layers * config.num_heads * config.head_dim  # each sees itself alone
+    floor = Floor(config, jnp.float32, Rates(bytes=float("inf"), operations=1.0)).step([Chunk(0)] * 3)
+    assert sum(2 * rows * size * out for rows, size, out in shapes) == floor - attention
 
 
 SMALL = {
