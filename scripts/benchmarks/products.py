@@ -1,6 +1,5 @@
 """A step's products with the weights by themselves: what is left of a step when all else costs nothing."""
 
-import time
 from collections.abc import Callable
 
 import jax
@@ -10,7 +9,7 @@ from jax import Array
 
 from models.linear import linear
 from models.transformer import Params
-from scripts.benchmarks.timing import REPEATS
+from scripts.benchmarks.timing import time_call
 
 
 def products(params: Params, rows: int) -> Callable[[], float]:
@@ -32,10 +31,4 @@ def products(params: Params, rows: int) -> Callable[[], float]:
             one = jnp.isfinite(out[0, 0])
         return one
 
-    def run() -> float:
-        started = time.perf_counter()
-        for _ in range(REPEATS):
-            multiply(matrices, head, inputs).block_until_ready()
-        return (time.perf_counter() - started) / REPEATS * 1e3
-
-    return run
+    return lambda: 1e3 * time_call(lambda: multiply(matrices, head, inputs).block_until_ready())

@@ -124,7 +124,7 @@ def parts(args: argparse.Namespace) -> list[dict[str, Any]]:
             "engine": partial(_mean, whole),
             "model": paged_step(checkpoint, args.dtype, num_seqs=num_seqs, context=max_len // 2, table_tokens=max_len,
                                 pool_tokens=max_len, page_size=args.page_size),
-            "products": products(checkpoint.params, num_seqs),
+            "products": partial(_mean, products(checkpoint.params, num_seqs)),
             "allocator": _allocator_call(layout, num_seqs, max_len),
             "no model": partial(_mean, empty),
         }  # fmt: skip
